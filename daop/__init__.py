@@ -1,0 +1,3 @@
+"""daop: adaptive predictive-prefetch runtime for Mixture-of-Experts language models."""
+
+__version__ = "0.1.0"

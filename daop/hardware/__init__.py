@@ -1,0 +1,1 @@
+"""Hardware profiles (TOML), with the source of every figure."""

@@ -1,0 +1,1 @@
+"""What a person reads afterwards: tables and pictures."""

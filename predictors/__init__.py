@@ -1,0 +1,1 @@
+"""Forecasts of expert activations: one file per predictor."""

@@ -1,0 +1,1 @@
+"""Runs models: checkpoints, residency, transfers, compute, policies, executor and simulator."""

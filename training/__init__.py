@@ -1,0 +1,1 @@
+"""Traces of routing: capture, file format, importers, data sets and scores."""
