@@ -1,0 +1,118 @@
+"""How an expert lies in a slot, and what is computed with it.
+
+A *slot* is a flat uint8 buffer that holds one expert as the file stores it. ``ExpertLayout`` says where
+each tensor of the expert lies in the slot, ``ExpertForm`` what the model's family computes with them.
+Layers whose experts have the same shapes share one equal layout, so that a slot serves any of them.
+
+Shape legend: H hidden size, I intermediate size, n rows (tokens) of one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from daop.core import DaopError
+
+ALIGNMENT = 64  # a cache line, and the widest vector load
+SAMPLE = 64  # values of each part that check_finite looks at, at each end
+
+DTYPES: dict[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One tensor of an expert inside its slot.
+
+    ``role``: "gate", "up", "gate_up" (fused, gate first unless the form says interleaved), "down", each also
+    with the suffix "_bias". ``shape`` is as stored, ``dtype`` safetensors' name, ``offset`` bytes from the
+    slot's start.
+    """
+
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+    """Where the parts of one expert lie.
+
+    ``nbytes`` is the slot's size, a multiple of 64; ``stored_bytes`` the sum of the parts.
+    """
+
+    parts: tuple[Part, ...]
+    nbytes: int
+    stored_bytes: int
+
+    @classmethod
+    def pack(cls, parts: Sequence[tuple[str, tuple[int, ...], str]]) -> ExpertLayout:
+        """The layout of parts ``(role, shape, dtype)`` in this order, each at a multiple of 64 bytes."""
+        placed, offset, stored = [], 0, 0
+        for role, shape, dtype in parts:
+            nbytes = DTYPES[dtype].itemsize
+            for size in shape:
+                nbytes *= size
+            placed.append(Part(role=role, shape=shape, dtype=dtype, offset=offset, nbytes=nbytes))
+            stored += nbytes
+            offset = -(-(offset + nbytes) // ALIGNMENT) * ALIGNMENT
+        return cls(parts=tuple(placed), nbytes=offset, stored_bytes=stored)
+
+    def part(self, role: str) -> Part | None:
+        """The part with that role, or None."""
+        return next((part for part in self.parts if part.role == role), None)
+
+    def views(self, slot: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Typed views into a uint8 slot [nbytes], by role; nothing is copied."""
+        return {
+            part.role: slot[part.offset : part.offset + part.nbytes].view(DTYPES[part.dtype]).view(part.shape)
+            for part in self.parts
+        }
+
+    def check_finite(self, slot: torch.Tensor, expert: str) -> None:
+        """Raise if the first or last 64 values of any part are not all finite.
+
+        A placeholder that was saved unfilled is NaN from end to end, so the ends give it away at a
+        cost that does not grow with the expert. ``expert`` names it in the error. A single NaN in the
+        middle is not looked for.
+        """
+        for role, tensor in self.views(slot).items():
+            flat = tensor.view(-1)
+            for end in (flat[:SAMPLE], flat[-SAMPLE:]):
+                if not bool(torch.isfinite(end).all()):
+                    raise DaopError(
+                        f"the {role} tensor of {expert} holds values that are not finite (NaN or "
+                        "infinity): the checkpoint is damaged or was saved before its weights were "
+                        "filled in; fetch it again"
+                    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertForm:
+    """What to compute with an expert's parts.
+
+    ``y = (act(x @ gate_up)) @ down`` with these particulars:
+    ``transposed``: weights are stored [in, out] (else [out, in]).
+    ``interleaved``: the outputs of the fused gate/up alternate gate, up, gate, up (else gate first, then up).
+    ``activation`` names the arithmetic for native kernels: transformers' name of the activation that is
+    applied to the gate ("silu", "gelu_pytorch_tanh", "relu2" ...) or "gpt_oss" (clamped, scaled sigmoid gate).
+    ``apply_gate``: transformers' own function from the fused output [n, 2I] in the module's order to
+    [n, I]; without a gate the activation, [n, I] to [n, I].
+    ``scales_input``: the router weight multiplies the expert's input instead of its output.
+    ``post_norm``: applied to each expert's output before the router weight, or None.
+    """
+
+    hidden: int
+    intermediate: int
+    has_gate: bool
+    has_bias: bool
+    transposed: bool
+    interleaved: bool
+    activation: str
+    apply_gate: Callable[[torch.Tensor], torch.Tensor]
+    scales_input: bool = False
+    post_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
