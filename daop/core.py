@@ -12,9 +12,9 @@ differ in their number of experts.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property
 from typing import Generic, TypeVar
 
@@ -30,7 +30,7 @@ class DaopError(Exception):
     """Something a person can mend: the message names the file, tensor or flag and the remedy."""
 
 
-class Phase(str, Enum):
+class Phase(StrEnum):
     """What a forward pass is doing. A trace stores the value."""
 
     PREFILL = "prefill"
@@ -132,30 +132,32 @@ def _compact(counts: tuple[int, ...]) -> int | tuple[int, ...]:
 class Step:
     """One MoE layer of one forward pass, its router known.
 
-    ``experts``: flat ids of the distinct chosen experts, ascending, int32 [n].
-    ``tokens``: how many of the forward's tokens chose each, int32 [n].
-    ``weights``: sum over those tokens of the router weight, float32 [n], or None if unknown.
-    ``forward`` counts forward passes from 0; ``rows`` is the number of tokens in it.
+    ``experts``: flat ids of the distinct chosen experts, ascending.
+    ``tokens``: how many of the forward's tokens chose each.
+    ``weights``: sum over those tokens of the router weight, or None if unknown.
+    ``forward`` counts forward passes from 0; ``rows`` is the number of tokens in this one.
+    Plain lists, since a decode step holds a handful and a list of a handful is faster than an array.
     """
 
     layer: int
     phase: Phase
     forward: int
     rows: int
-    experts: IntArray
-    tokens: IntArray
-    weights: FloatArray | None = None
+    experts: Sequence[int]
+    tokens: Sequence[int]
+    weights: Sequence[float] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forecast:
-    """Scores for a coming layer: ``scores[e]`` is the estimated probability that expert ``e`` of MoE
-    layer ``layer`` is chosen by at least one token of the running forward, float32 [E].
-    ``source`` names the predictor."""
+    """What a predictor expects of a coming layer.
+
+    ``scores[e]`` estimates the probability that expert ``e`` of MoE layer ``layer`` is chosen by at
+    least one token of the forward pass that reaches it next, float32 [E].
+    """
 
     layer: int
     scores: FloatArray
-    source: str
 
 
 T = TypeVar("T")
@@ -206,9 +208,8 @@ class Registry(Generic[T]):
             return self._import(name)
         self._load()
         if name not in self._items:
-            raise DaopError(
-                f"unknown {self.kind} {name!r}; known: {', '.join(self.names())} (or module:Class for your own)"
-            )
+            known = ", ".join(self.names())
+            raise DaopError(f"unknown {self.kind} {name!r}; known: {known}; or module:Class for your own")
         return self._items[name]
 
     def _import(self, name: str) -> T:

@@ -1,0 +1,141 @@
+"""What is in fast memory now: slots, their experts, and the fate of every prefetch.
+
+Pure bookkeeping, shared by the executor and the simulator: no bytes, threads or clocks. One thread
+changes it, at layer boundaries. An expert is absent, filling (it has a slot whose bytes are under
+way) or resident. Experts of the same stored size share a *slot class*; a slot is only ever reused
+inside its class.
+
+State is kept in bytearrays with numpy views over the same memory: single experts are read and
+written as plain ints, policies look at whole vectors, and neither pays for the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from daop.core import BoolArray, DaopError, Geometry
+
+
+def _flags(total: int) -> tuple[bytearray, BoolArray]:
+    raw = bytearray(total)
+    return raw, np.frombuffer(raw, dtype=np.bool_)
+
+
+class Residency:
+    """Slots and states of all experts of a geometry.
+
+    ``slots_of_class[c]`` is the number of slots of class ``c``; ``class_of_layer[l]`` the class of a
+    layer's experts. Slots are numbered from 0 within their class.
+    """
+
+    def __init__(
+        self, geometry: Geometry, slots_of_class: Sequence[int], class_of_layer: Sequence[int] | None = None
+    ) -> None:
+        if min(slots_of_class) < 0:
+            raise DaopError("the number of slots must not be negative")
+        classes = list(class_of_layer) if class_of_layer is not None else [0] * geometry.layers
+        total = geometry.total
+        self.geometry = geometry
+        self.capacity = sum(slots_of_class)
+        self.class_of = [classes[int(layer)] for layer in geometry.layer_of]
+        self.slot_of = [-1] * total
+        self._free = [list(range(count - 1, -1, -1)) for count in slots_of_class]
+        self._resident, self.resident = _flags(total)
+        self._filling, self.filling = _flags(total)
+        self._protected, self.protected = _flags(total)
+        self._evictable, self.evictable = _flags(total)
+        self._prefetched, self.prefetched = _flags(total)
+        self._classes = [
+            np.asarray([c == which for c in self.class_of], dtype=np.bool_)
+            for which in range(len(slots_of_class))
+        ]
+        self.used_slots = 0
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def is_resident(self, flat: int) -> bool:
+        return bool(self._resident[flat])
+
+    def is_filling(self, flat: int) -> bool:
+        return bool(self._filling[flat])
+
+    def is_evictable(self, flat: int) -> bool:
+        return bool(self._evictable[flat])
+
+    def is_prefetched(self, flat: int) -> bool:
+        """Brought by speculation and not used since."""
+        return bool(self._prefetched[flat])
+
+    def free_slots(self, flat: int) -> int:
+        return len(self._free[self.class_of[flat]])
+
+    def same_slot(self, flat: int) -> BoolArray | None:
+        return None if len(self._free) == 1 else self._classes[self.class_of[flat]]
+
+    def missing(self, experts: Sequence[int]) -> list[int]:
+        """Those of ``experts`` that are neither resident nor filling."""
+        resident, filling = self._resident, self._filling
+        return [flat for flat in experts if not (resident[flat] or filling[flat])]
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    def reserve(self, flat: int, *, speculative: bool) -> int:
+        """Give ``flat`` a free slot and mark it filling; returns the slot."""
+        if self._resident[flat] or self._filling[flat]:
+            raise AssertionError(f"expert {self.geometry.pair(flat)} already has a slot")
+        slot = self._free[self.class_of[flat]].pop()
+        self.slot_of[flat] = slot
+        self._filling[flat] = 1
+        self._prefetched[flat] = speculative
+        self.used_slots += 1
+        return slot
+
+    def complete(self, flat: int) -> None:
+        """The bytes of a filling expert have arrived."""
+        if not self._filling[flat]:
+            raise AssertionError(f"expert {self.geometry.pair(flat)} was not under way")
+        self._filling[flat] = 0
+        self._resident[flat] = 1
+        self._evictable[flat] = not self._protected[flat]
+
+    def abandon(self, flat: int) -> None:
+        """A filling expert will not arrive: its slot is free again."""
+        if not self._filling[flat]:
+            raise AssertionError(f"expert {self.geometry.pair(flat)} was not under way")
+        self._filling[flat] = 0
+        self._release(flat)
+
+    def evict(self, flat: int) -> None:
+        """Give up a resident expert that nothing needs now."""
+        if not self._evictable[flat]:
+            raise AssertionError(f"expert {self.geometry.pair(flat)} may not be evicted now")
+        self._resident[flat] = 0
+        self._evictable[flat] = 0
+        self._release(flat)
+
+    def _release(self, flat: int) -> None:
+        self._free[self.class_of[flat]].append(self.slot_of[flat])
+        self.slot_of[flat] = -1
+        self._prefetched[flat] = 0
+        self.used_slots -= 1
+
+    def use(self, flat: int) -> bool:
+        """Note that the running forward computes ``flat``; True if speculation brought it, first use."""
+        first = bool(self._prefetched[flat])
+        self._prefetched[flat] = 0
+        return first
+
+    def protect(self, experts: Sequence[int]) -> None:
+        """The running layer needs these: none is a victim until ``unprotect``."""
+        protected, evictable = self._protected, self._evictable
+        for flat in experts:
+            protected[flat] = 1
+            evictable[flat] = 0
+
+    def unprotect(self, experts: Sequence[int]) -> None:
+        protected, evictable, resident = self._protected, self._evictable, self._resident
+        for flat in experts:
+            protected[flat] = 0
+            evictable[flat] = resident[flat]

@@ -1,0 +1,106 @@
+"""What was hit, missed, late, wasted and waited for. Counters only: no clock of its own.
+
+Definitions (they stand in the documentation too):
+    request     one distinct expert needed by one MoE layer of one forward pass
+    hit         its bytes were readable in fast memory when the router's choice became known
+    late        its prefetch was still under way then; what remained was waited for
+    miss        neither
+    useful      bytes of prefetches whose expert was used after arriving in time
+    wasted      bytes moved by prefetches whose expert was given up, or cut off, before any use
+    stall       time in which a layer's computation had nothing to do but wait, by cause
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from daop.core import Geometry, Phase
+
+CAUSES = ("demand", "late", "host", "forecast")
+
+
+@dataclass
+class Bytes:
+    """Bytes moved into fast memory, by what became of them; ``pending``: not used yet."""
+
+    start: int = 0
+    demand: int = 0
+    useful: int = 0
+    late: int = 0
+    wasted: int = 0
+    pending: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+
+@dataclass
+class Statistics:
+    """Counters of one run; ``[2, L]`` arrays have a row per phase (prefill, decode)."""
+
+    geometry: Geometry
+    bytes: Bytes = field(default_factory=Bytes)
+    prefetches: dict[str, int] = field(
+        default_factory=lambda: {"issued": 0, "useful": 0, "late": 0, "wasted": 0, "dropped": 0}
+    )
+    stall_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+    compute_seconds: float = 0.0
+    policy_seconds: float = 0.0
+    steps: int = 0
+    failed_prefetches: int = 0
+    host_experts: int = 0
+    streamed_experts: int = 0
+
+    def __post_init__(self) -> None:
+        shape = (2, self.geometry.layers)
+        self.hits: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
+        self.misses: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
+        self.lates: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
+
+    def count(self, phase: Phase, layer: int, hits: int, misses: int, late: int) -> None:
+        row = 0 if phase is Phase.PREFILL else 1
+        self.steps += 1
+        if hits:
+            self.hits[row, layer] += hits
+        if misses:
+            self.misses[row, layer] += misses
+        if late:
+            self.lates[row, layer] += late
+
+    def hit_rate(self, phase: Phase | None = None) -> float:
+        """Hits over requests, of one phase or of both; 0 if there was no request."""
+        rows = slice(None) if phase is None else slice(0, 1) if phase is Phase.PREFILL else slice(1, 2)
+        hits = int(self.hits[rows].sum())
+        requests = hits + int(self.misses[rows].sum()) + int(self.lates[rows].sum())
+        return hits / requests if requests else 0.0
+
+    def hit_rate_by_layer(self) -> list[float]:
+        """Decode hit rate of each MoE layer."""
+        requests = self.hits[1] + self.misses[1] + self.lates[1]
+        return [float(h / r) if r else 0.0 for h, r in zip(self.hits[1], requests, strict=True)]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "hit_rate": self.hit_rate(Phase.DECODE)
+            if self.hits[1].any() or self.misses[1].any()
+            else self.hit_rate(),
+            "hit_rate_prefill": self.hit_rate(Phase.PREFILL),
+            "hit_rate_by_layer": self.hit_rate_by_layer(),
+            "requests": {
+                "hits": int(self.hits.sum()),
+                "misses": int(self.misses.sum()),
+                "late": int(self.lates.sum()),
+            },
+            "bytes": self.bytes.as_dict(),
+            "prefetches": dict(self.prefetches),
+            "failed_prefetches": self.failed_prefetches,
+            "experts_computed_in_place": self.host_experts,
+            "experts_streamed": self.streamed_experts,
+            "stall_ms": {cause: seconds * 1e3 for cause, seconds in self.stall_seconds.items()},
+            "compute_ms": self.compute_seconds * 1e3,
+            "policy_us_per_layer": self.policy_seconds / self.steps * 1e6 if self.steps else 0.0,
+        }
