@@ -99,7 +99,7 @@ class ExpertForm:
     ``transposed``: weights are stored [in, out] (else [out, in]).
     ``interleaved``: the outputs of the fused gate/up alternate gate, up, gate, up (else gate first, then up).
     ``activation`` names the arithmetic for native kernels: transformers' name of the activation that is
-    applied to the gate ("silu", "gelu_pytorch_tanh", "relu2" ...) or "gpt_oss" (clamped, scaled sigmoid gate).
+    applied to the gate ("silu", "gelu_pytorch_tanh" ...) or "gpt_oss" (clamped, scaled sigmoid gate).
     ``apply_gate``: transformers' own function from the fused output [n, 2I] in the module's order to
     [n, I]; without a gate the activation, [n, I] to [n, I].
     ``scales_input``: the router weight multiplies the expert's input instead of its output.
