@@ -1,0 +1,39 @@
+# Each target sets itself up in .venv; all it needs is git, make and Python 3.11 to 3.13.
+#   make demo    watch a model whose experts do not fit in memory generate text
+#   make test    the whole test suite
+#   make check   lint, format and types
+# PYTHON=/path/to/python chooses the interpreter. pip's own settings (index, cache, ...) apply.
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check setup clean
+
+demo: $(STAMP)
+	$(BIN)/daop demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest --durations=10
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist daop.egg-info
+
+# The stamp comes last, so that an interrupted installation is taken up again.
+$(STAMP): pyproject.toml constraints-dev.txt $(wildcard setup.py)
+	@python=$$(bash .ci/find-python "$(PYTHON)") || exit 1; \
+	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  echo "making $(VENV) with $$($$python --version)"; \
+	  $$python -m venv --clear $(VENV) || { \
+	    echo "could not make $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
+	fi
+	$(BIN)/python -m pip install -c constraints-dev.txt -e '.[dev]'
+	@touch $@
