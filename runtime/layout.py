@@ -96,10 +96,12 @@ class ExpertForm:
     """What to compute with an expert's parts.
 
     ``y = (act(x @ gate_up)) @ down`` with these particulars:
-    ``transposed``: weights are stored [in, out] (else [out, in]).
+    ``transposed``: weights are stored [in, out] (else [out, in]); ``down_transposed`` says it for down alone
+    where a family stores that one the other way round (dbrx), None where it does not.
     ``interleaved``: the outputs of the fused gate/up alternate gate, up, gate, up (else gate first, then up).
     ``activation`` names the arithmetic for native kernels: transformers' name of the activation that is
-    applied to the gate ("silu", "gelu_pytorch_tanh" ...) or "gpt_oss" (clamped, scaled sigmoid gate).
+    applied to the gate (a key of ``activations.ACTIVATIONS``), "gpt_oss" (clamped swiglu, with
+    ``activation_arguments`` alpha and limit), or "custom": only ``apply_gate`` knows.
     ``apply_gate``: transformers' own function from the fused output [n, 2I] in the module's order to
     [n, I]; without a gate the activation, [n, I] to [n, I].
     ``scales_input``: the router weight multiplies the expert's input instead of its output.
@@ -114,5 +116,12 @@ class ExpertForm:
     interleaved: bool
     activation: str
     apply_gate: Callable[[torch.Tensor], torch.Tensor]
+    activation_arguments: tuple[float, ...] = ()
+    down_transposed: bool | None = None
     scales_input: bool = False
     post_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def down_is_transposed(self) -> bool:
+        """Whether down is stored [in, out]."""
+        return self.transposed if self.down_transposed is None else self.down_transposed

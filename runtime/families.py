@@ -1,0 +1,338 @@
+"""How each family of transformers keeps its routed experts, and how daop takes their place.
+
+Most families decorate their experts module with transformers' ``use_experts_implementation``: one contract
+(``Decorated``) covers them all. The others get an adapter each (``ADAPTERS``), so that what calls the experts
+is the same for all: ``ExpertsFn``. An adapter says which parameters are an expert's and what is computed with
+them; its ``install`` removes those parameters (so that nothing is allocated or read for them) and routes the
+calls. Only the model instance at hand is changed, never a class of transformers.
+
+Shape legend: T tokens, K experts per token, E experts, H hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from daop.core import DaopError
+from daop.runtime.activations import name_activation
+from daop.runtime.layout import ExpertForm
+
+ExpertsFn = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(MoE layer, hidden [T, H], ids int64 [T, K], weights [T, K]) -> [T, H] in hidden's dtype.
+
+An id that is not below the number of experts is padding and contributes nothing."""
+
+IMPLEMENTATION = "daop"  # the name under which transformers knows us
+TESTED = (
+    "dbrx",
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5_moe",
+    "flex_olmo",
+    "gemma4_text",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "hunyuan_v1_moe",
+    "jamba",
+    "lfm2_moe",
+    "llama4_text",
+    "minimax",
+    "mixtral",
+    "nemotron_h",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+)
+"""The model types whose logits are compared with transformers' own in the tests (docs/families.md)."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where an experts module sends its calls. A plain attribute of the module, so that two models loaded at
+    once do not meet."""
+
+    layer: int
+    experts: ExpertsFn
+
+    def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.experts(self.layer, hidden, ids, weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartSource:
+    """One parameter of the experts module: the part's role, its shape for one expert, and how many rows of
+    the parameter's first axis are one expert's (0: the first axis counts experts)."""
+
+    role: str
+    shape: tuple[int, ...]
+    rows: int = 0
+
+
+class Experts(ABC):
+    """The routed experts of one layer of a model; ``path`` is the experts module's name in it."""
+
+    def __init__(self, model: nn.Module, path: str) -> None:
+        self.path = path
+        self.module: Any = model.get_submodule(path)
+        self.block_path = path.rpartition(".")[0]
+        self.block: Any = model.get_submodule(self.block_path)
+        self.count = int(_attribute(self.module, "num_experts"))
+        self.sources = self.find_sources()
+
+    @staticmethod
+    @abstractmethod
+    def fits(module: nn.Module) -> bool:
+        """Whether this adapter is the one for the module."""
+
+    @abstractmethod
+    def find_sources(self) -> dict[str, PartSource]:
+        """The experts' parameters, by their name in the model."""
+
+    @abstractmethod
+    def install(self, model: nn.Module, route: Route) -> None:
+        """Remove the experts' parameters from the model and send its calls to ``route``."""
+
+    @abstractmethod
+    def form(self) -> ExpertForm:
+        """What to compute; called once the rest of the model has its weights."""
+
+    @property
+    def model_layer(self) -> int:
+        """The model's own number of this layer."""
+        numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", self.path)
+        if not numbers:
+            raise DaopError(f"cannot tell the layer of {self.path!r}: its name has no number")
+        return int(numbers[0])
+
+    @property
+    def router(self) -> nn.Module | None:
+        """The module that chooses the experts, where it is found."""
+        for name in ("gate", "router"):
+            module = getattr(self.block, name, None)
+            if isinstance(module, nn.Module):
+                return module
+        return None
+
+    @property
+    def top_k(self) -> int:
+        """Experts chosen per token."""
+        for owner in (self.router, self.block, getattr(self.router, "config", None)):
+            for name in ("top_k", "num_experts_per_tok", "top_k_experts"):
+                value = getattr(owner, name, None)
+                if isinstance(value, int):
+                    return value
+        raise DaopError(f"cannot tell how many experts {self.block_path!r} chooses per token")
+
+
+class Decorated(Experts):
+    """Modules under transformers' ``use_experts_implementation``: fused 3-D parameters."""
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        return all(
+            hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+        )
+
+    def find_sources(self) -> dict[str, PartSource]:
+        up = "gate_up" if self.module.has_gate else "up"
+        roles = [up, "down"] + ([f"{up}_bias", "down_bias"] if self.module.has_bias else [])
+        sources = {}
+        for role in roles:
+            name = role.replace("_bias", "") + "_proj" + ("_bias" if role.endswith("_bias") else "")
+            parameter = _attribute(self.module, name)
+            sources[f"{self.path}.{name}"] = PartSource(role=role, shape=tuple(parameter.shape[1:]))
+        return sources
+
+    def install(self, model: nn.Module, route: Route) -> None:
+        for name in self.sources:
+            delattr(self.module, name.rpartition(".")[2])
+        self.module.daop_route = route
+        # There is nothing left to initialise, and the family's initialiser would look for the parameters.
+        self.module._is_hf_initialized = True
+
+    def form(self) -> ExpertForm:
+        module = self.module
+        transposed = bool(module.is_transposed)
+        down = next(source.shape for source in self.sources.values() if source.role == "down")
+        intermediate, hidden = down if transposed else reversed(down)
+        apply_gate = module._apply_gate if module.has_gate else module.act_fn
+        activation, arguments = name_activation(
+            apply_gate,
+            gated=bool(module.has_gate),
+            interleaved=not module.is_concatenated,
+            arguments=tuple(
+                float(getattr(module, name)) for name in ("alpha", "limit") if hasattr(module, name)
+            ),
+        )
+        return ExpertForm(
+            hidden=hidden,
+            intermediate=intermediate,
+            has_gate=bool(module.has_gate),
+            has_bias=bool(module.has_bias),
+            transposed=transposed,
+            interleaved=not module.is_concatenated,
+            activation=activation,
+            activation_arguments=arguments,
+            apply_gate=apply_gate,
+            post_norm=module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None,
+        )
+
+
+class Dbrx(Experts):
+    """dbrx: gate (w1) and up (v1) [E*I, H] as [out, in], down (w2) [E*I, H] as [in, out]."""
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        return type(module).__name__ == "DbrxExperts"
+
+    def find_sources(self) -> dict[str, PartSource]:
+        shape = (self.module.ffn_hidden_size, self.module.hidden_size)
+        roles = {"w1": "gate", "v1": "up", "w2": "down"}
+        return {
+            f"{self.path}.mlp.{name}": PartSource(role=role, shape=shape, rows=shape[0])
+            for name, role in roles.items()
+        }
+
+    def install(self, model: nn.Module, route: Route) -> None:
+        self.block.experts = _BatchedExperts(route)
+
+    def form(self) -> ExpertForm:
+        act = self.module.mlp.activation_fn
+        apply_gate = _gated(act)
+        activation, arguments = name_activation(apply_gate, gated=True, interleaved=False)
+        return ExpertForm(
+            hidden=self.module.hidden_size,
+            intermediate=self.module.ffn_hidden_size,
+            has_gate=True,
+            has_bias=False,
+            transposed=False,
+            down_transposed=True,
+            interleaved=False,
+            activation=activation,
+            activation_arguments=arguments,
+            apply_gate=apply_gate,
+        )
+
+
+class Llama4(Experts):
+    """llama4: every expert is run on every token, scaled by a router score that is 0 for the experts not
+    chosen. We run the chosen ones only, on the input scaled the same way; the others would give 0."""
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        return type(module).__name__ == "Llama4TextExperts"
+
+    def find_sources(self) -> dict[str, PartSource]:
+        return {
+            f"{self.path}.{name}_proj": PartSource(
+                role=name, shape=tuple(_attribute(self.module, f"{name}_proj").shape[1:])
+            )
+            for name in ("gate_up", "down")
+        }
+
+    def install(self, model: nn.Module, route: Route) -> None:
+        model.set_submodule(self.block_path, _Llama4Block(self.block, route))
+
+    def form(self) -> ExpertForm:
+        apply_gate = _gated(self.module.act_fn)
+        activation, arguments = name_activation(apply_gate, gated=True, interleaved=False)
+        return ExpertForm(
+            hidden=self.module.hidden_size,
+            intermediate=self.module.expert_dim,
+            has_gate=True,
+            has_bias=False,
+            transposed=True,
+            interleaved=False,
+            activation=activation,
+            activation_arguments=arguments,
+            apply_gate=apply_gate,
+            scales_input=True,
+        )
+
+
+class _BatchedExperts(nn.Module):
+    """Stands for an experts module that is called with [B, S, H]."""
+
+    def __init__(self, route: Route) -> None:
+        super().__init__()
+        self.daop_route = route
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.daop_route(hidden.reshape(-1, hidden.shape[-1]), ids, weights).view(hidden.shape)
+
+
+class _Llama4Block(nn.Module):
+    """Stands for Llama4TextMoe; router and shared expert stay transformers' own, under their names."""
+
+    def __init__(self, block: Any, route: Route) -> None:
+        super().__init__()
+        self.router: nn.Module = block.router
+        self.shared_expert: nn.Module = block.shared_expert
+        self.top_k: int = block.top_k
+        self.daop_route = route
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = hidden.reshape(-1, hidden.shape[-1])  # [T, H]
+        scores, logits = self.router(hidden)  # [T, E] both
+        ids = torch.topk(logits, self.top_k, dim=1).indices  # [T, K]
+        out: torch.Tensor = self.shared_expert(hidden)
+        return out.add_(self.daop_route(hidden, ids, scores.gather(1, ids))), logits
+
+
+ADAPTERS: tuple[type[Experts], ...] = (Decorated, Dbrx, Llama4)
+
+
+def find_experts(model: nn.Module) -> tuple[Experts, ...]:
+    """The routed experts of a model, layer by layer; empty if it has none that an adapter knows."""
+    found = [
+        adapter(model, path)
+        for path, module in model.named_modules()
+        for adapter in ADAPTERS
+        if adapter.fits(module)
+    ]
+    return tuple(sorted(found, key=lambda experts: experts.model_layer))
+
+
+def run_route(
+    module: nn.Module, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """What transformers calls in the place of a decorated module's forward."""
+    route = getattr(module, "daop_route", None)
+    if route is None:
+        raise DaopError(
+            f"experts_implementation={IMPLEMENTATION!r} works only for a model that daop itself loaded: "
+            "use daop.load instead of from_pretrained"
+        )
+    out: torch.Tensor = route(hidden, ids, weights)
+    return out
+
+
+def _gated(act: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def apply_gate(gate_up: torch.Tensor) -> torch.Tensor:  # [n, 2I] -> [n, I]
+        gate, up = gate_up.chunk(2, dim=-1)
+        return act(gate) * up
+
+    return apply_gate
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    value = getattr(module, name, None)
+    if value is None:
+        raise DaopError(
+            f"{type(module).__name__} has no {name!r}: this version of transformers keeps the experts of "
+            "this family in a way that daop does not know; install a version that pyproject.toml allows"
+        )
+    return value

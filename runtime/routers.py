@@ -1,0 +1,69 @@
+"""A layer's router on its own: which experts would it choose for this input?
+
+Gate look-ahead asks the next layer's router about this layer's input. The families' routers differ in what
+they add and return (softmax, sigmoid, correction bias, groups), so the router itself is run and its answer
+read, and nothing of it is written twice.
+
+Shape legend: T tokens, E experts, K experts per token, H hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from daop.runtime.families import Experts
+
+
+class LastInput:
+    """What the router that ran last saw: one tensor for the whole model, not one per layer."""
+
+    def __init__(self) -> None:
+        self.layer: int | None = None
+        self.hidden: torch.Tensor | None = None  # [T, H]
+
+
+class Router:
+    """One layer's router; notes in ``last`` what it sees."""
+
+    def __init__(self, layer: int, module: nn.Module, block: nn.Module, count: int, last: LastInput) -> None:
+        self.module = module
+        self._layer = layer
+        self._last = last
+        self._block = block
+        self._count = count
+        # A correction bias that the block keeps and hands to its router (lfm2_moe, minimax_m2).
+        self._extras = [
+            name for name in list(inspect.signature(module.forward).parameters)[1:] if hasattr(block, name)
+        ]
+        module.register_forward_pre_hook(self._remember)
+
+    @classmethod
+    def watch(cls, layer: int, experts: Experts, last: LastInput) -> Router | None:
+        """The router of a layer's experts, or None if it is not found."""
+        module = experts.router
+        return None if module is None else cls(layer, module, experts.block, experts.count, last)
+
+    def _remember(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs:
+            self._last.layer = self._layer
+            self._last.hidden = inputs[0].detach().reshape(-1, inputs[0].shape[-1])
+
+    @torch.no_grad()
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> float32 [T, E]; the chosen experts score 1 to 2, the others 0 to 1, by logit."""
+        out = self.module.forward(x, *(getattr(self._block, name) for name in self._extras))
+        tensors = [out] if isinstance(out, torch.Tensor) else list(out)
+        ids = next((tensor for tensor in tensors if not tensor.is_floating_point()), None)
+        full = [
+            tensor for tensor in tensors if tensor.is_floating_point() and tensor.shape[-1] == self._count
+        ]
+        # (logits, weights, ids) in most families; (scores, logits) in llama4; logits alone in dbrx.
+        logits = full[0] if ids is not None else full[-1]
+        scores = logits.float().softmax(dim=-1)
+        return (
+            scores if ids is None else scores.scatter_add(-1, ids, torch.ones_like(ids, dtype=scores.dtype))
+        )
