@@ -85,6 +85,7 @@ class EngineView:
         self.filling: BoolArray = _read_only(residency.filling)
         self.evictable: BoolArray = _read_only(residency.evictable)
         self.prefetched: BoolArray = _read_only(residency.prefetched)
+        self.held: Sequence[int] = residency.held
         self.free_slots = residency.free_slots
         self.same_slot = residency.same_slot
         self._engine = engine
@@ -156,10 +157,10 @@ class Conductor:
             coming = [flat for flat in step.experts if residency.is_filling(flat)]
             self._drop_expired()
             plan = self.policy.plan(step, missing, self.view)
-            if coming:
+            if coming and (plan.host or plan.stream):
                 elsewhere = {*plan.host, *plan.stream}
                 coming = [flat for flat in coming if flat not in elsewhere]
-                self._join(coming)
+            self._join(coming)
         for flat in plan.evict:
             self._evict(flat)
         late = len(coming)
@@ -176,8 +177,8 @@ class Conductor:
             statistics.bytes.demand += self._bytes_of[flat]
         statistics.streamed_experts += len(stream)
         statistics.host_experts += len(plan.host)
-        late_misses = len(step.experts) - len(ready) - len(missing)
-        statistics.count(step.phase, step.layer, len(ready), len(missing), late_misses)
+        misses = len(step.experts) - len(ready) - late
+        statistics.count(step.phase, step.layer, len(ready), misses, late)
         return Work(ready=ready, coming=coming, late=late, stream=stream, host=plan.host)
 
     def look_ahead(self, step: Step, forecasts: Sequence[Forecast]) -> None:
@@ -200,6 +201,11 @@ class Conductor:
     def arrived(self, flat: int) -> None:
         """The caller waited for an expert of ``work.coming``, and its bytes are there."""
         self._complete(flat)
+
+    def lost(self, flat: int) -> None:
+        """An expert of ``work.coming`` will not arrive: its slot is free, the caller serves it otherwise."""
+        self._expiry.pop(flat, None)
+        self.residency.abandon(flat)
 
     def finish(self, step: Step, work: Work, stall_seconds: float, compute_seconds: float) -> None:
         """The step was computed: its experts may be given up again."""

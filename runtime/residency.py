@@ -52,6 +52,8 @@ class Residency:
             for which in range(len(slots_of_class))
         ]
         self.used_slots = 0
+        self.held = [0] * geometry.layers  # slots that each layer's experts hold, resident or filling
+        self._layer_of: list[int] = geometry.layer_of.tolist()
 
     # -- questions -------------------------------------------------------------------------------
 
@@ -90,6 +92,7 @@ class Residency:
         self._filling[flat] = 1
         self._prefetched[flat] = speculative
         self.used_slots += 1
+        self.held[self._layer_of[flat]] += 1
         return slot
 
     def complete(self, flat: int) -> None:
@@ -120,6 +123,7 @@ class Residency:
         self.slot_of[flat] = -1
         self._prefetched[flat] = 0
         self.used_slots -= 1
+        self.held[self._layer_of[flat]] -= 1
 
     def use(self, flat: int) -> bool:
         """Note that the running forward computes ``flat``; True if speculation brought it, first use."""

@@ -69,6 +69,10 @@ class View(Protocol):
         """[total] experts whose slots this one could take over; None: all of them."""
 
     @property
+    def held(self) -> Sequence[int]:
+        """[L] slots that each layer's experts hold, resident or filling."""
+
+    @property
     def now(self) -> float:
         """Seconds since the run began."""
 
@@ -128,11 +132,13 @@ class Policy:
     Subclasses override what they decide. ``exact`` False: may change the model's output, and says so.
     ``horizon``: how many layers of forecast ``look_ahead`` wants (0: it is never called with any).
     ``wants_reuse``: whether ``reuse`` is called once per forward pass with reuse forecasts.
+    ``keeps_hot_set``: promises that a prefill through every expert leaves most of what decode had.
     """
 
     exact: ClassVar[bool] = True
     horizon: ClassVar[int] = 0
     wants_reuse: ClassVar[bool] = False
+    keeps_hot_set: ClassVar[bool] = False
 
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
         """Called once; returns the flat ids to load before the first token, at most ``slots``."""

@@ -78,17 +78,14 @@ class LruPerLayer(Policy):
         super().start(geometry, slots, costs, view)
         share, rest = divmod(slots, geometry.layers)
         self._share = [share + (layer < rest) for layer in range(geometry.layers)]
-        self._held = [0] * geometry.layers
         self._recency = [Recency() for _ in range(geometry.layers)]
-        self._layer_of = geometry.layer_of.tolist()
         return ()
 
     def plan(self, step: Step, missing: Sequence[int], view: View) -> Plan:
         layer = step.layer
         recency = self._recency[layer]
         recency.use(step.experts)
-        spare = self._share[layer] - self._held[layer]
+        spare = max(0, self._share[layer] - view.held[layer])
         leaving = recency.oldest(len(missing) - spare, view) if len(missing) > spare else []
         room = spare + len(leaving)
-        self._held[layer] += min(room, len(missing)) - len(leaving)
         return Plan(keep=missing[:room], stream=missing[room:], evict=leaving)

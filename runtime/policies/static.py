@@ -19,6 +19,8 @@ from .base import POLICIES, Costs, Plan, Policy, View
 class Static(Policy):
     """The same number of experts in every layer, lowest ids first (no knowledge of the traffic)."""
 
+    keeps_hot_set = True
+
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
         super().start(geometry, slots, costs, view)
         per_layer = [slots // geometry.layers] * geometry.layers
