@@ -132,12 +132,16 @@ class Policy:
     Subclasses override what they decide. ``exact`` False: may change the model's output, and says so.
     ``horizon``: how many layers of forecast ``look_ahead`` wants (0: it is never called with any).
     ``wants_reuse``: whether ``reuse`` is called once per forward pass with reuse forecasts.
+    ``plan_us``, ``look_ahead_us``: microseconds that the decisions of one decode layer take (measured by
+    ``benchmarks/policy_overhead.py``); the simulator charges them. The second runs beside the compute.
     ``keeps_hot_set``: promises that a prefill through every expert leaves most of what decode had.
     """
 
     exact: ClassVar[bool] = True
     horizon: ClassVar[int] = 0
     wants_reuse: ClassVar[bool] = False
+    plan_us: ClassVar[float] = 10.0
+    look_ahead_us: ClassVar[float] = 0.0
     keeps_hot_set: ClassVar[bool] = False
 
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:

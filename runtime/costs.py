@@ -1,0 +1,109 @@
+"""What things cost on a machine: a described machine (``Hardware``) and its cost of one expert.
+
+All figures are seconds, bytes and bytes per second; profiles are written in GB/s (1e9 bytes) and
+microseconds. The model is deliberately small:
+
+    copy(e)       latency + bytes / link bandwidth
+    host(e, n)    activation there and back + overhead + max(bytes / host bandwidth, flops(n) / host rate)
+    device(e, n)  overhead + max(bytes / device bandwidth, flops(n) / device rate)
+    layer(n)      attention, norms and router of one layer, for n rows
+
+On the tier ``device`` fast memory is the GPU's, the link is PCIe, and the host computes what it holds.
+On the tier ``host`` fast memory is RAM, the link is the disk, and there is one processor: a miss that
+is computed "where it lies" is read and then computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from daop.core import DaopError, Geometry
+
+TIERS = ("device", "host")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A machine, as placement sees it. Zero stands for "no such cost" only where a figure is a delay."""
+
+    name: str
+    tier: str = "device"
+    link_gbs: float
+    link_latency_us: float = 0.0
+    link_pageable_gbs: float | None = None
+    link_chunk_mib: float = 1.0
+    host_gbs: float
+    host_gflops: float
+    host_overhead_us: float = 0.0
+    activation_us: float = 0.0
+    device_gbs: float
+    device_gflops: float
+    device_overhead_us: float = 0.0
+    layer_us: float
+    layer_us_per_row: float = 0.0
+    forecast_us: float = 0.0
+    disk_gbs: float | None = None
+    disk_latency_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.tier not in TIERS:
+            raise DaopError(f"hardware {self.name!r}: tier is {self.tier!r}, but must be one of {TIERS}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("name", "tier") or value is None:
+                continue
+            self._check(field.name, value)
+
+    def _check(self, name: str, value: float) -> None:
+        delay = "_us" in name
+        bad = not isinstance(value, (int, float)) or value != value or value < 0 or (value == 0 and not delay)
+        if bad or value > 1e9:
+            kind = "a delay of zero or more microseconds" if delay else "a positive number"
+            raise DaopError(f"hardware {self.name!r}: {name} is {value!r}, but must be {kind} below 1e9")
+
+
+class HardwareCosts:
+    """``policies.base.Costs`` of a machine for a model's experts; one table per expert for speed.
+
+    ``weight_bits``: bits of one stored weight, from which the arithmetic per expert follows.
+    """
+
+    def __init__(self, hardware: Hardware, geometry: Geometry, weight_bits: float = 16.0) -> None:
+        if 0 in geometry.expert_bytes:
+            raise DaopError(
+                "the size of an expert is not known: the trace's source does not imply it; "
+                "give it with --expert-bytes"
+            )
+        self.hardware = hardware
+        self.geometry = geometry
+        sizes = [int(n) for n in geometry.bytes_of]
+        link, latency = hardware.link_gbs * 1e9, hardware.link_latency_us * 1e-6
+        self.copy_seconds = [latency + size / link for size in sizes]
+        self._device_bytes = [size / (hardware.device_gbs * 1e9) for size in sizes]
+        self._host_bytes = [size / (hardware.host_gbs * 1e9) for size in sizes]
+        flops = [
+            2.0 * 8.0 * size / weight_bits for size in sizes
+        ]  # per token: a product and a sum per weight
+        self._device_flops = [f / (hardware.device_gflops * 1e9) for f in flops]
+        self._host_flops = [f / (hardware.host_gflops * 1e9) for f in flops]
+        self._device_overhead = hardware.device_overhead_us * 1e-6
+        self._host_overhead = (hardware.host_overhead_us + hardware.activation_us) * 1e-6
+        self._reads = hardware.tier == "host"
+        self._layer = hardware.layer_us * 1e-6
+        self._row = hardware.layer_us_per_row * 1e-6
+        self.chunk_seconds = hardware.link_chunk_mib * 2**20 / link
+        self.forecast_seconds = hardware.forecast_us * 1e-6
+
+    def copy(self, flat: int) -> float:
+        return self.copy_seconds[flat]
+
+    def device(self, flat: int, tokens: int) -> float:
+        return self._device_overhead + max(self._device_bytes[flat], tokens * self._device_flops[flat])
+
+    def host(self, flat: int, tokens: int) -> float:
+        if self._reads:
+            return self.copy_seconds[flat] + self.device(flat, tokens)
+        return self._host_overhead + max(self._host_bytes[flat], tokens * self._host_flops[flat])
+
+    def layer(self, rows: int) -> float:
+        return self._layer + self._row * max(0, rows - 1)

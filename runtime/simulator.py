@@ -1,0 +1,284 @@
+"""Discrete events on a virtual clock: the same policies and bookkeeping, without bytes or threads.
+
+Of one layer of one forward pass:
+
+    attention, norms, router        on the device                             costs.layer
+    the policy decides              on the main thread, everything waits      policy.plan_us
+    demand is asked for, speculation and forecasts are made while the rest runs
+    device                          what is ready, then what arrives, in order of arrival
+    host pool                       what is computed where it lies (tier ``device`` only)
+    the layer ends when device, host pool and main thread have ended
+
+Deterministic: equal inputs give equal outputs, to the last digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from daop.core import DaopError, Forecast, Geometry, Phase, Step
+
+from .conductor import Conductor, Work
+from .costs import HardwareCosts
+from .policies.base import Policy
+from .residency import Residency
+from .sim_engine import Span, VirtualEngine
+from .sim_traffic import Forward, Traffic, forwards
+from .statistics import Statistics
+
+
+class Forecaster(Protocol):
+    """What announces the next layers to the policies that ask for it."""
+
+    def forward(self, forward: Forward) -> None:
+        """A forward pass begins. An honest forecaster looks only at what is behind it."""
+
+    def after(self, step: Step, horizon: int) -> Sequence[Forecast]:
+        """The router of ``step`` is known: forecasts of the next ``horizon`` layers."""
+
+    @property
+    def seconds(self) -> float:
+        """What one call of ``after`` costs the main thread."""
+
+
+@dataclass
+class Run:
+    """What one simulated run gave."""
+
+    statistics: Statistics
+    seconds: float = 0.0
+    tokens: int = 0
+    decode_seconds: float = 0.0
+    decode_tokens: int = 0
+    tpot: list[float] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)
+    link_busy_seconds: float = 0.0
+    device_seconds: float = 0.0
+    host_seconds: float = 0.0
+    layer_seconds: float = 0.0
+    decision_seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        if self.decode_seconds:
+            return self.decode_tokens / self.decode_seconds
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        tpot = np.asarray(self.tpot or [0.0]) * 1e3
+        return {
+            "tokens_per_second": self.tokens_per_second,
+            "tokens": self.tokens,
+            "ttft_ms": float(np.median(self.ttft) * 1e3) if self.ttft else 0.0,
+            "tpot_ms": {f"p{q}": float(np.percentile(tpot, q)) for q in (50, 95, 99)},
+            **self.statistics.as_dict(),
+            "busy_ms": {
+                "layers": self.layer_seconds * 1e3,
+                "decisions": self.decision_seconds * 1e3,
+                "device": self.device_seconds * 1e3,
+                "host": self.host_seconds * 1e3,
+                "link": self.link_busy_seconds * 1e3,
+                "total": self.seconds * 1e3,
+            },
+        }
+
+
+class Simulator:
+    """Runs one policy over traffic on a described machine, with ``slots`` experts in fast memory."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        geometry: Geometry,
+        costs: HardwareCosts,
+        slots: int,
+        forecaster: Forecaster | None = None,
+        span: Span | None = None,
+    ) -> None:
+        if not 0 <= slots <= geometry.total:
+            raise DaopError(f"a budget of {slots} experts is impossible: the model has {geometry.total}")
+        self.geometry = geometry
+        self.costs = costs
+        self.policy = policy
+        self.engine = VirtualEngine(costs.copy_seconds, costs.chunk_seconds, span)
+        self.statistics = Statistics(geometry)
+        classes = sorted(set(geometry.expert_bytes))
+        self.residency = Residency(
+            geometry,
+            share_by_class(geometry, slots),
+            [classes.index(size) for size in geometry.expert_bytes],
+        )
+        self.conductor = Conductor(policy, self.residency, self.engine, costs, self.statistics)
+        self.result = Run(self.statistics)
+        self._span = span
+        self._forecaster = forecaster if policy.horizon else None
+        self._reads = costs.hardware.tier == "host"
+        self._plan_seconds = policy.plan_us * 1e-6
+        self._ahead_seconds = policy.look_ahead_us * 1e-6
+        self._looks = type(policy).look_ahead is not Policy.look_ahead
+        self._one = [costs.device(flat, 1) for flat in range(geometry.total)]
+        self._forward = 0
+
+    def run(self, traffic: Traffic, batch: int = 1, prefill_chunk: int = 512) -> Run:
+        """Load the start's experts, then serve the whole trace."""
+        self.start()
+        for forward in forwards(traffic, batch, prefill_chunk):
+            self.forward(forward)
+        return self.finish()
+
+    def start(self) -> None:
+        """Load what the policy wants before the first token; the clock of the run begins after it."""
+        engine = self.engine
+        for flat in self.conductor.start():
+            engine.now = max(engine.now, engine.arrives_at.pop(flat))
+            self.conductor.arrived(flat)
+        self._began = engine.now
+        engine.busy_seconds = 0.0
+        self._joined: dict[int, float] = {}
+
+    def finish(self) -> Run:
+        self.statistics.bytes.pending = self.conductor.pending_bytes
+        self.result.seconds = self.engine.now - self._began
+        self.result.link_busy_seconds = self.engine.busy_seconds
+        return self.result
+
+    def forward(self, forward: Forward) -> None:
+        """One pass through all layers."""
+        engine, result = self.engine, self.result
+        began = engine.now
+        self.conductor.begin(forward.phase, forward.rows)
+        if self._forecaster is not None:
+            self._forecaster.forward(forward)
+        weights = forward.weights
+        number, phase, rows = self._forward, forward.phase, forward.rows
+        for layer, experts in enumerate(forward.experts):
+            step = Step(
+                layer,
+                phase,
+                number,
+                rows,
+                experts,
+                forward.tokens[layer],
+                weights[layer] if weights else None,
+            )
+            self._layer(step)
+        self._forward += 1
+        took = engine.now - began
+        result.tokens += rows
+        if phase is Phase.DECODE:
+            result.decode_tokens += rows
+            result.decode_seconds += took
+            result.tpot.append(took)
+        if forward.first:
+            result.ttft += [took] * len(forward.first)
+
+    def _layer(self, step: Step) -> None:
+        engine, result, conductor = self.engine, self.result, self.conductor
+        before = self.costs.layer(step.rows)
+        begin = engine.now + before + self._plan_seconds
+        engine.now = begin
+        result.layer_seconds += before
+        work = conductor.plan(step)
+        elsewhere = self._serve_elsewhere(step, work) if work.stream or work.host else None
+        main = begin
+        if self._looks:
+            forecasts: Sequence[Forecast] = ()
+            if self._forecaster is not None:
+                forecasts = self._forecaster.after(step, self.policy.horizon)
+                main += self._forecaster.seconds
+            main += self._ahead_seconds
+            conductor.look_ahead(step, forecasts)
+        result.decision_seconds += self._plan_seconds + main - begin
+        if elsewhere is None and not work.coming:
+            one = self._one
+            if step.rows == 1:
+                compute = sum([one[flat] for flat in work.ready])
+            else:
+                compute = self._compute(step, work.ready)
+            end = begin + compute
+            stall = 0.0
+            result.device_seconds += compute
+            if main > end:
+                stall = main - end
+                self.statistics.stall_seconds["forecast"] += stall
+                end = main
+        else:
+            end, stall, compute = self._wait(step, work, elsewhere or ([], begin), begin, main)
+        if self._span is not None:
+            self._span("device", f"layer {step.layer}", begin - before - self._plan_seconds, begin)
+            self._span("device", f"experts {step.layer}", begin, end)
+        engine.now = end
+        self.statistics.compute_seconds += compute
+        conductor.finish(step, work, stall, compute)
+
+    def _compute(self, step: Step, experts: Iterable[int]) -> float:
+        device, tokens = self.costs.device, dict(zip(step.experts, step.tokens, strict=True))
+        return sum(device(flat, tokens[flat]) for flat in experts)
+
+    def _serve_elsewhere(self, step: Step, work: Work) -> tuple[list[tuple[float, int]], float]:
+        """Ask for the misses without a slot: arrivals of the streamed ones, and the host pool's end."""
+        engine, costs = self.engine, self.costs
+        stream = [*work.stream, *work.host] if self._reads else work.stream
+        arrivals = [(engine.demand(flat, costs.copy_seconds[flat]), flat) for flat in stream]
+        if self._reads or not work.host:
+            return arrivals, engine.now
+        tokens = dict(zip(step.experts, step.tokens, strict=True))
+        begin = max(engine.now, engine.host_free_at)
+        took = sum(costs.host(flat, tokens[flat]) for flat in work.host)
+        engine.host_free_at = begin + took
+        self.result.host_seconds += took
+        if self._span is not None:
+            self._span("host", f"{len(work.host)} experts of {step.layer}", begin, begin + took)
+        return arrivals, begin + took
+
+    def _wait(
+        self,
+        step: Step,
+        work: Work,
+        elsewhere: tuple[list[tuple[float, int]], float],
+        begin: float,
+        main: float,
+    ) -> tuple[float, float, float]:
+        """Compute what is ready, then what arrives; returns end, stall and compute seconds."""
+        engine, stalls, device = self.engine, self.statistics.stall_seconds, self.costs.device
+        streamed, host_end = elsewhere
+        tokens = dict(zip(step.experts, step.tokens, strict=True))
+        at = begin + sum([device(flat, tokens[flat]) for flat in work.ready])
+        late = set(work.coming[: work.late])
+        arrivals = [(engine.arrives_at.pop(flat), flat) for flat in work.coming]
+        waited = 0.0
+        compute = at - begin
+        for arrival, flat in sorted(arrivals + streamed):
+            if arrival > at:
+                stalls["late" if flat in late else "demand"] += arrival - at
+                waited += arrival - at
+                at = arrival
+            took = device(flat, tokens[flat])
+            at += took
+            compute += took
+        for flat in work.coming:
+            self.conductor.arrived(flat)
+        self.result.device_seconds += compute
+        for cause, end in (("host", host_end), ("forecast", main)):
+            if end > at:
+                stalls[cause] += end - at
+                waited += end - at
+                at = end
+        return at, waited, compute
+
+
+def share_by_class(geometry: Geometry, slots: int) -> list[int]:
+    """Divide slots among the sizes of experts, in proportion to how many experts have each size."""
+    sizes = sorted(set(geometry.expert_bytes))
+    counts = [
+        sum(n for n, size in zip(geometry.experts, geometry.expert_bytes, strict=True) if size == one)
+        for one in sizes
+    ]
+    shares = [slots * count // geometry.total for count in counts]
+    for index in range(slots - sum(shares)):
+        shares[index % len(shares)] += 1
+    return [min(share, count) for share, count in zip(shares, counts, strict=True)]
