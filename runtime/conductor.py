@@ -224,6 +224,11 @@ class Conductor:
             )
         )
 
+    def abort(self, step: Step) -> None:
+        """The step broke off and will not be finished; all transfers have ended."""
+        self._settle()
+        self.residency.unprotect(step.experts)
+
     @property
     def pending_bytes(self) -> int:
         """Bytes of prefetches resident and not used yet."""
@@ -234,8 +239,7 @@ class Conductor:
 
     def _settle(self) -> None:
         for flat in self.engine.poll():
-            if self.residency.is_filling(flat):
-                self._complete(flat)
+            self._complete(flat)
         for flat in self.engine.failed():
             self._expiry.pop(flat, None)
             self.residency.abandon(flat)

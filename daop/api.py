@@ -1,0 +1,337 @@
+"""The front door: ``daop.load`` gives a ``Runtime`` that generates, streams and counts."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from threading import Event
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from daop.core import DaopError, Geometry, Phase
+from daop.generation import Generation, OnText, generate, stream
+from daop.runtime.checkpoint import Checkpoint, open_checkpoint
+from daop.runtime.conductor import Conductor
+from daop.runtime.executor import HostExecutor
+from daop.runtime.files import FileReader
+from daop.runtime.host_compute import HostExperts
+from daop.runtime.memory import MemoryPlan, plan_memory
+from daop.runtime.model import BuiltModel, build_model
+from daop.runtime.policies.base import POLICIES, Policy
+from daop.runtime.recording import Recorder
+from daop.runtime.residency import Residency
+from daop.runtime.rough_costs import RoughCosts
+from daop.runtime.slots import SlotMemory
+from daop.runtime.statistics import Statistics
+from daop.runtime.transfers import CHUNK, FileTransfers
+
+READ_THREADS = 8
+"""Reads in flight. An SSD needs several to reach its bandwidth; they sleep, so cores do not limit them."""
+
+STAGING = 4
+"""Experts that are computed and dropped pass through so many buffers: one computed, the rest being read."""
+
+Progress = Callable[[str, float], None]
+"""(what is being done, share done in 0..1)"""
+
+
+def load(
+    model: str | Path,
+    *,
+    device: str = "host",
+    policy: str | Policy = "lru",
+    fast_memory: int | str | None = None,
+    ecr: float | None = None,
+    direct_io: bool = False,
+    dtype: str | None = None,
+    threads: int | None = None,
+    context: int = 2048,
+    batch: int = 1,
+    seed: int = 0,
+    policy_options: dict[str, Any] | None = None,
+    recorder: Callable[[Geometry], Recorder] | None = None,
+    progress: Progress | None = None,
+) -> Runtime:
+    """Open a model and put its hot set into fast memory.
+
+    ``model``: a Hugging Face directory or hub id of safetensors. ``fast_memory`` (bytes, or "2GiB") or
+    ``ecr`` (share of the routed experts) set the hot set's size; with neither it is chosen to fit this
+    machine. ``policy``: a name of ``POLICIES``, ``module:Class``, or a policy object. ``dtype``: that of
+    everything but the routed experts, which are computed as stored. ``context`` and ``batch`` are what
+    the KV cache is planned for. Raises DaopError with the remedy when something does not fit.
+    """
+    if device != "host":
+        raise DaopError(f"--device {device} is not known here; known: host")
+    say = progress or (lambda _, __: None)
+    chosen = make_policy(policy, policy_options or {})
+    torch.manual_seed(seed)
+    say("reading the checkpoint's headers", 0.0)
+    checkpoint = open_checkpoint(model)
+    plan = plan_memory(
+        checkpoint,
+        fast_memory=fast_memory,
+        ecr=ecr,
+        context=context,
+        batch=batch,
+        staging=STAGING,
+        dtype=dtype,
+    )
+    say("loading everything but the experts", 0.1)
+    return Runtime(
+        checkpoint,
+        plan,
+        chosen,
+        policy_name=policy if isinstance(policy, str) else type(policy).__name__,
+        direct_io=direct_io,
+        dtype=dtype,
+        threads=threads,
+        recorder=recorder(checkpoint.geometry) if recorder else None,
+        progress=say,
+    )
+
+
+def make_policy(policy: str | Policy, options: dict[str, Any]) -> Policy:
+    """A policy object from its name and its constructor's options, which must all be known to it."""
+    if isinstance(policy, Policy):
+        return policy
+    kind = POLICIES.get(policy)
+    known = set(inspect.signature(kind).parameters)
+    if unknown := set(options) - known:
+        has = ", ".join(sorted(known)) or "none"
+        raise DaopError(f"policy {policy!r} has no option {', '.join(sorted(unknown))}; it has: {has}")
+    return kind(**options)
+
+
+class Runtime:
+    """A model whose routed experts daop runs. ``model`` is a plain transformers model."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: MemoryPlan,
+        policy: Policy,
+        *,
+        policy_name: str,
+        direct_io: bool,
+        dtype: str | None,
+        threads: int | None,
+        recorder: Recorder | None,
+        progress: Progress,
+    ) -> None:
+        self.plan = plan
+        self.policy_name = policy_name
+        self.checkpoint = checkpoint
+        self.geometry = checkpoint.geometry
+        self._sequence = 0  # first number of the running batch's rows in the trace
+        self._built = build_model(checkpoint, self._experts, dtype=_torch_dtype(dtype))
+        self.model = self._built.model
+        self.tokenizer = _tokenizer(checkpoint.path)
+        progress("filling the hot set", 0.6)
+        memory = SlotMemory(checkpoint.layouts, plan.slots, STAGING)
+        self._memory = memory
+        self._reader = FileReader(checkpoint.files, direct_io=direct_io, largest=CHUNK)
+        self._transfers = FileTransfers(checkpoint, memory, self._reader, threads=READ_THREADS)
+        self._residency = Residency(self.geometry, plan.slots, memory.class_of_layer)
+        self._executor = self._make_executor(policy, self._built, threads, recorder)
+        self._recorder = recorder
+        self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self.model.register_forward_hook(self._after_forward)
+        try:
+            self._executor.start()
+        except BaseException:
+            self.close()
+            raise
+        self._bytes_at_reset = self._transfers.bytes_read
+        progress("ready", 1.0)
+
+    def _make_executor(
+        self, policy: Policy, built: BuiltModel, threads: int | None, recorder: Recorder | None
+    ) -> HostExecutor:
+        compute = [
+            HostExperts(layout, form, count)
+            for layout, form, count in zip(
+                self.checkpoint.layouts, built.forms, self.geometry.experts, strict=True
+            )
+        ]
+        conductor = Conductor(
+            policy, self._residency, self._transfers, RoughCosts(self.geometry), Statistics(self.geometry)
+        )
+        return HostExecutor(
+            checkpoint=self.checkpoint,
+            memory=self._memory,
+            transfers=self._transfers,
+            conductor=conductor,
+            compute=compute,
+            gates=built,
+            recorder=recorder,
+        )
+
+    # -- generation ------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        max_new_tokens: int = 64,
+        *,
+        on_text: OnText | None = None,
+        stop: Event | None = None,
+        **options: Any,
+    ) -> list[Generation]:
+        """Generate for all prompts as one batch; ``options`` go to transformers' ``generate``."""
+        ids = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        answers = generate(
+            self.model,
+            self.tokenizer,
+            ids,
+            max_new_tokens=max_new_tokens,
+            on_text=on_text,
+            stop=stop,
+            **options,
+        )
+        self._sequence += len(ids)
+        return answers
+
+    def stream(self, prompt: str | Sequence[int], max_new_tokens: int = 64, **options: Any) -> Iterator[str]:
+        """Text of one answer as it is generated. Use the iterator to its end, or close it."""
+        if self.tokenizer is None:
+            raise DaopError(f"{self.checkpoint.path} has no tokenizer, so there is no text to stream")
+        return stream(
+            lambda on_text, stop: self.generate(
+                [prompt],
+                max_new_tokens,
+                on_text=on_text,
+                stop=stop,
+                **options,
+            )
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text as the tokenizer makes them."""
+        if self.tokenizer is None:
+            raise DaopError(f"{self.checkpoint.path} has no tokenizer: give the prompt as token ids")
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        return ids
+
+    # -- figures ---------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters since the last reset: hits, bytes and stalls by cause, memory, policy cost."""
+        conductor = self._executor.conductor
+        figures = conductor.statistics.as_dict()
+        figures["bytes"]["pending"] = conductor.pending_bytes
+        figures["bytes"]["read"] = self._transfers.bytes_read - self._bytes_at_reset
+        figures["policy"] = self.policy_name
+        figures["ecr"] = self._residency.capacity / self.geometry.total
+        figures["slots"] = self._residency.capacity
+        figures["memory_bytes"] = self._memory_bytes()
+        return figures
+
+    def _memory_bytes(self) -> dict[str, int]:
+        return {
+            "experts": self._memory.expert_bytes,
+            "non_experts": sum(p.numel() * p.element_size() for p in self.model.parameters()),
+            "kv_cache": self.plan.kv_cache,
+            "workspace": self._memory.staging_bytes,
+            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+
+    def reset_statistics(self) -> None:
+        """Counters start again; the hot set stays as it is."""
+        self._executor.conductor.statistics = Statistics(self.geometry)
+        self._bytes_at_reset = self._transfers.bytes_read
+
+    def hot_set(self) -> list[list[int]]:
+        """For every MoE layer, the experts resident now."""
+        resident = self._residency.resident
+        offsets = self.geometry.offsets
+        return [
+            np.flatnonzero(resident[offsets[layer] : offsets[layer + 1]]).tolist()
+            for layer in range(self.geometry.layers)
+        ]
+
+    def drop_cache(self) -> None:
+        """Ask the kernel to forget what it cached of the checkpoint's files."""
+        self._reader.drop_cache()
+
+    def close(self) -> None:
+        """End the reading threads, close the files, finish the trace. Safe to call twice."""
+        self._transfers.close()
+        self._reader.close()
+        if self._executor.recorder is not None:
+            self._executor.recorder.close()
+            self._executor.recorder = None
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- what the model calls --------------------------------------------------------------------
+
+    def _experts(
+        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        return self._executor(layer, hidden, ids, weights)
+
+    def _before_forward(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """transformers calls the model: prefill, or one token for each sequence?"""
+        tokens = kwargs.get("input_ids")
+        if tokens is None:
+            tokens = kwargs.get("inputs_embeds", args[0] if args else None)
+        if tokens is None:
+            return
+        rows, length = int(tokens.shape[0]), int(tokens.shape[1])
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))  # the name before transformers 5.20
+        seen = int(cache.get_seq_length()) if cache is not None else 0
+        phase = Phase.DECODE if length == 1 and seen > 0 else Phase.PREFILL
+        self._executor.begin_forward(phase, rows * length)
+        if self._executor.recorder is not None:
+            self._executor.recorder.begin_forward(
+                phase, range(self._sequence, self._sequence + rows), *_positions(kwargs, rows, length, seen)
+            )
+
+    def _after_forward(self, *_: Any) -> None:
+        if self._executor.recorder is not None:
+            self._executor.recorder.end_forward()
+
+
+def _positions(
+    kwargs: dict[str, Any], rows: int, length: int, seen: int
+) -> tuple[np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.bool_]]]:
+    """Position of every token in its own sequence [B, S], and which are not padding [B, S]."""
+    mask = kwargs.get("attention_mask")
+    if mask is None or mask.dim() != 2 or mask.shape[1] != seen + length:
+        at = np.arange(seen, seen + length, dtype=np.int32)
+        return np.tile(at, (rows, 1)), np.ones((rows, length), dtype=np.bool_)
+    marks = mask.numpy().astype(np.int32)
+    at = (np.cumsum(marks, axis=1) - 1)[:, seen:].astype(np.int32)
+    return at, marks[:, seen:].astype(np.bool_)
+
+
+def _torch_dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise DaopError(f"--dtype {name} is not known; known: {', '.join(known)}")
+    return known[name]
+
+
+def _tokenizer(path: Path) -> Any:
+    """The checkpoint's tokenizer, or None if it ships none."""
+    if not any(
+        os.path.exists(path / name) for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    ):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)

@@ -1,0 +1,228 @@
+"""Runs the routed experts of every MoE layer on the device ``host``.
+
+The request path, top to bottom: ``__call__`` is what transformers' experts modules call. It groups
+the tokens, lets the conductor decide, computes what is resident while the rest is read, computes the
+rest as it arrives, and combines once.
+
+Shape legend: T tokens, K experts per token, H hidden size, E experts of the layer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from daop.core import FloatArray, Forecast, Phase, Step
+
+from .checkpoint import Checkpoint
+from .conductor import Conductor, Work
+from .host_compute import Batch, HostExperts
+from .recording import Recorder
+from .slots import SlotMemory
+from .transfers import FileTransfers, Ticket
+
+
+class Gates(Protocol):
+    """The model's routers, for the gate look-ahead (``model.BuiltModel``)."""
+
+    def router_logits(self, layer: int, x: torch.Tensor) -> torch.Tensor | None:
+        """[T, H] -> scores [T, E] as that layer's own router ranks them; None if it is not known."""
+
+    def router_input(self, layer: int) -> torch.Tensor | None:
+        """What the layer's router saw last, [T, H]."""
+
+
+class HostExecutor:
+    """Computes routed experts from a hot set in RAM and files behind it.
+
+    ``compute[l]`` computes layer ``l``'s experts; ``gates`` serve the look-ahead of policies with a
+    horizon. One forward pass at a time, from one thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        checkpoint: Checkpoint,
+        memory: SlotMemory,
+        transfers: FileTransfers,
+        conductor: Conductor,
+        compute: Sequence[HostExperts],
+        gates: Gates,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.conductor = conductor
+        self.recorder = recorder
+        self._transfers = transfers
+        self._compute = compute
+        self._gates = gates
+        self._offsets = checkpoint.geometry.offsets
+        self._experts = checkpoint.geometry.experts
+        self._layers = checkpoint.geometry.layers
+        self._class_of_layer = memory.class_of_layer
+        self._slots = [list(slab.tensor.unbind(0)) for slab in memory.slabs]
+        self._staging = [list(slab.tensor.unbind(0)) for slab in memory.staging]
+        self._checked = bytearray(checkpoint.geometry.total)  # experts whose bytes were looked at once
+        self._phase = Phase.PREFILL
+        self._forward = -1
+
+    def start(self) -> None:
+        """Load what the policy wants in fast memory before the first token."""
+        waiting = {flat: self._transfers.ticket(flat) for flat in self.conductor.start()}
+        while waiting:
+            for ticket in self._transfers.wait_any(waiting.values()):
+                self.conductor.arrived(ticket.flat)
+                del waiting[ticket.flat]
+
+    def begin_forward(self, phase: Phase, rows: int) -> None:
+        """The model is about to run ``rows`` tokens through all its layers."""
+        self._phase = phase
+        self._forward += 1
+        self.conductor.begin(phase, rows)
+
+    @torch.inference_mode()
+    def __call__(
+        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H] in hidden's dtype."""
+        clock = time.perf_counter
+        statistics = self.conductor.statistics
+        compute = self._compute[layer]
+        batch = compute.begin(hidden, ids, weights)
+        step = self._step(layer, batch)
+        if self.recorder is not None:
+            self.recorder.record(layer, ids.numpy(), weights.float().numpy())
+
+        began = clock()
+        work = self.conductor.plan(step)
+        planned = clock()
+        forecasts = self._forecast(layer, hidden)
+        forecast = clock()
+        self.conductor.look_ahead(step, forecasts)
+        ready = clock()
+        statistics.policy_seconds += planned - began + ready - forecast
+        if forecasts:
+            statistics.stall_seconds["forecast"] += forecast - planned
+
+        try:
+            stall = self._run(step, work, compute, batch)
+        except BaseException:
+            self._abort(step)
+            raise
+        out = compute.finish(batch)
+        ended = clock()
+        statistics.compute_seconds += ended - ready - stall
+        self.conductor.finish(step, work, stall, ended - ready - stall)
+        statistics.policy_seconds += clock() - ended
+        return out
+
+    def _step(self, layer: int, batch: Batch) -> Step:
+        base = self._offsets[layer]
+        return Step(
+            layer,
+            self._phase,
+            self._forward,
+            batch.hidden.shape[0],
+            (batch.experts + base).tolist(),
+            batch.tokens.tolist(),
+            batch.weight_sums().tolist(),
+        )
+
+    def _run(self, step: Step, work: Work, compute: HostExperts, batch: Batch) -> float:
+        """Compute every expert of the step, in the order in which they become readable; returns seconds
+        stalled."""
+        layer = step.layer
+        base = self._offsets[layer]
+        kind = self._class_of_layer[layer]
+        slot_of = self.conductor.residency.slot_of
+        slots, staging = self._slots[kind], self._staging[kind]
+        coming = {flat: self._transfers.ticket(flat) for flat in work.coming}
+        late = set(work.coming[: work.late])
+        in_place = set(work.host)
+        outside = deque((*work.stream, *work.host))
+        streams: dict[Ticket, int] = {}  # ticket -> staging slot
+        idle = list(range(len(staging)))
+        while outside and idle:
+            self._stream_next(outside, idle, streams)
+
+        if work.ready:
+            compute.run(
+                batch, [flat - base for flat in work.ready], [slots[slot_of[flat]] for flat in work.ready]
+            )
+        stalled = 0.0
+        while coming or streams:
+            began = time.perf_counter()
+            done = self._transfers.wait_any((*coming.values(), *streams))
+            waited = time.perf_counter() - began
+            stalled += waited
+            self._charge(done, waited, late, in_place)
+            experts, bytes_ = [], []
+            for ticket in done:
+                if ticket in streams:
+                    bytes_.append(staging[streams[ticket]])
+                else:
+                    self.conductor.arrived(ticket.flat)
+                    del coming[ticket.flat]
+                    bytes_.append(slots[slot_of[ticket.flat]])
+                experts.append(ticket.flat - base)
+                self._check(layer, ticket.flat, bytes_[-1])
+            compute.run(batch, experts, bytes_)
+            for ticket in done:
+                if ticket in streams:
+                    idle.append(streams.pop(ticket))
+            while outside and idle:
+                self._stream_next(outside, idle, streams)
+        return stalled
+
+    def _abort(self, step: Step) -> None:
+        """A run broke off: let every read end before its buffer can be used for something else."""
+        self._transfers.wait_idle()
+        self.conductor.abort(step)
+
+    def _stream_next(self, outside: deque[int], idle: list[int], streams: dict[Ticket, int]) -> None:
+        staging = idle.pop()
+        streams[self._transfers.stream(outside.popleft(), staging)] = staging
+
+    def _charge(self, done: Sequence[Ticket], waited: float, late: set[int], in_place: set[int]) -> None:
+        """Book a wait under the cause of what ended it."""
+        first = done[0].flat
+        cause = "late" if first in late else "host" if first in in_place else "demand"
+        self.conductor.statistics.stall_seconds[cause] += waited
+
+    def _check(self, layer: int, flat: int, slot: torch.Tensor) -> None:
+        """Look once at every expert's bytes for the marks of an unfilled placeholder."""
+        if not self._checked[flat]:
+            self.checkpoint.layouts[layer].check_finite(slot, self.checkpoint.describe(flat))
+            self._checked[flat] = 1
+
+    # -- forecasts -------------------------------------------------------------------------------
+
+    def _forecast(self, layer: int, hidden: torch.Tensor) -> list[Forecast]:
+        """Gate look-ahead: the next layers' routers on this layer's router input."""
+        last = min(layer + self.conductor.policy.horizon, self._layers - 1)
+        if last == layer:
+            return []
+        seen = self._gates.router_input(layer)
+        found = []
+        for ahead in range(layer + 1, last + 1):
+            scores = self._gates.router_logits(ahead, hidden if seen is None else seen)
+            if scores is not None:
+                found.append(Forecast(ahead, self._chance(scores)))
+        return found
+
+    def _chance(self, scores: torch.Tensor) -> FloatArray:
+        """Router scores [T, E] -> chance that any of the rows chooses each expert, float32 [E].
+
+        Scores are as ``routers.Router`` gives them: the router's own choice stands 1 above the rest. The
+        chance is a plain surrogate, ordered as the scores are; a calibrated one is a predictor's work.
+        """
+        picked = (scores >= 1).float()
+        share = ((scores - picked) * self.checkpoint.geometry.top_k).clamp_(max=1.0)
+        chance = (picked + share) * 0.5  # [T, E]
+        some = chance[0] if len(chance) == 1 else 1.0 - (1.0 - chance).prod(dim=0)
+        out: FloatArray = some.numpy()
+        return out

@@ -1,0 +1,261 @@
+"""Brings experts from the safetensors files into memory with a pool of reading threads.
+
+Every expert is cut into chunks. A free thread always takes the next chunk of the oldest demand, and
+of a speculation only if there is no demand: so a demand overtakes a speculation in its middle. The
+pool never touches residency: it fills memory and reports what has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from daop.core import DaopError
+
+from .checkpoint import Checkpoint
+from .slots import SlotMemory
+
+CHUNK = 1 << 20
+WATCH_SECONDS = 0.5  # how often a waiting caller looks whether the pool still lives
+
+
+class Reader(Protocol):
+    """``files.FileReader``, or a faulty one in tests."""
+
+    def read(self, file: int, offset: int, out: NDArray[np.uint8]) -> None: ...
+
+
+class Ticket:
+    """One expert on its way into one buffer."""
+
+    __slots__ = ("chunks", "demand", "error", "flat", "nbytes", "open", "slotted", "started")
+
+    def __init__(
+        self,
+        flat: int,
+        chunks: deque[tuple[int, int, NDArray[np.uint8]]],
+        nbytes: int,
+        demand: bool,
+        slotted: bool,
+    ) -> None:
+        self.flat = flat
+        self.chunks = chunks  # (file, offset, destination) not yet begun
+        self.open = len(chunks)  # chunks not yet ended
+        self.nbytes = nbytes
+        self.demand = demand
+        self.slotted = slotted  # reported through poll / failed
+        self.started = False
+        self.error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.open == 0
+
+
+class FileTransfers:
+    """The engine of the device ``host`` (see ``conductor.Engine``), and reads into staging slots."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, memory: SlotMemory, reader: Reader, *, threads: int, chunk: int = CHUNK
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._memory = memory
+        self._reader = reader
+        self._chunk = chunk
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._ended = threading.Condition(self._lock)
+        self._demand: deque[Ticket] = deque()
+        self._speculation: deque[Ticket] = deque()
+        self._slotted: dict[int, Ticket] = {}
+        self._arrived: deque[int] = deque()
+        self._failed: deque[int] = deque()
+        self._closing = False
+        self._origin = time.perf_counter()
+        self._queued_bytes = 0
+        self._reading = 0  # chunks being read now
+        self._bandwidth = 1e9  # bytes per second of the whole pool, learned as reads end
+        self.bytes_read = 0
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"daop-read-{n}", daemon=True) for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- the engine that the conductor drives ----------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        return time.perf_counter() - self._origin
+
+    @property
+    def link_free_at(self) -> float:
+        return self.now + self._queued_bytes / self._bandwidth
+
+    @property
+    def host_free_at(self) -> float:
+        return self.now  # one processor: what computes is what asks
+
+    def fetch(self, flat: int, slot: int, *, demand: bool) -> None:
+        layer = int(self._checkpoint.geometry.layer_of[flat])
+        slab = self._memory.slabs[self._memory.class_of_layer[layer]]
+        self._slotted[flat] = self._submit(flat, slab.array[slot], demand=demand, slotted=True)
+
+    def promote(self, flat: int) -> None:
+        with self._lock:
+            ticket = self._slotted.get(flat)
+            if ticket is None or ticket.demand:
+                return
+            ticket.demand = True
+            if ticket.chunks:
+                self._speculation.remove(ticket)
+                self._demand.append(ticket)
+
+    def cancel(self, flat: int) -> bool:
+        with self._lock:
+            ticket = self._slotted.get(flat)
+            if ticket is None or ticket.demand or ticket.started:
+                return False
+            self._speculation.remove(ticket)
+            self._queued_bytes -= ticket.nbytes
+            del self._slotted[flat]
+            return True
+
+    def poll(self) -> Sequence[int]:
+        return self._drain(self._arrived)
+
+    def failed(self) -> Sequence[int]:
+        return self._drain(self._failed)
+
+    def _drain(self, queue: deque[int]) -> Sequence[int]:
+        if not queue:
+            return ()
+        with self._lock:
+            out = list(queue)
+            queue.clear()
+            for flat in out:
+                self._slotted.pop(flat, None)
+        return out
+
+    # -- what the executor needs beside ----------------------------------------------------------
+
+    def ticket(self, flat: int) -> Ticket:
+        """The fetch of an expert that holds a slot and is under way."""
+        return self._slotted[flat]
+
+    def stream(self, flat: int, staging: int) -> Ticket:
+        """Read an expert into a staging slot, on demand."""
+        layer = int(self._checkpoint.geometry.layer_of[flat])
+        slab = self._memory.staging[self._memory.class_of_layer[layer]]
+        return self._submit(flat, slab.array[staging], demand=True, slotted=False)
+
+    def wait_any(self, tickets: Iterable[Ticket]) -> list[Ticket]:
+        """Block until at least one has ended, and return all that have; raises DaopError on a failed read."""
+        waited = list(tickets)
+        with self._lock:
+            while not (done := [ticket for ticket in waited if ticket.open == 0]):
+                if not any(thread.is_alive() for thread in self._threads):
+                    raise DaopError("all reading threads have died; nothing more can be read in this run")
+                self._ended.wait(WATCH_SECONDS)
+            for ticket in done:
+                if ticket.slotted and ticket.error is None:  # told here, so not again by poll
+                    self._arrived.remove(ticket.flat)
+                    del self._slotted[ticket.flat]
+        for ticket in done:
+            if ticket.error is not None:
+                raise self._explain(ticket) from ticket.error
+        return done
+
+    def wait_idle(self) -> None:
+        """Block until nothing is queued or being read, whatever its outcome."""
+        with self._lock:
+            while self._queued_bytes and any(thread.is_alive() for thread in self._threads):
+                self._ended.wait(WATCH_SECONDS)
+
+    def _explain(self, ticket: Ticket) -> DaopError:
+        layer, expert = self._checkpoint.geometry.pair(ticket.flat)
+        place = self._checkpoint.ranges(ticket.flat)[0]
+        return DaopError(
+            f"cannot read expert {expert} of MoE layer {layer} from {self._checkpoint.files[place.file]}: "
+            f"{ticket.error}; check the disk and the file, nothing was generated from it"
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            self._work.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    # -- the pool --------------------------------------------------------------------------------
+
+    def _submit(self, flat: int, out: NDArray[np.uint8], *, demand: bool, slotted: bool) -> Ticket:
+        chunks: deque[tuple[int, int, NDArray[np.uint8]]] = deque()
+        total = 0
+        for part in self._checkpoint.ranges(flat):
+            for start in range(0, part.nbytes, self._chunk):
+                size = min(self._chunk, part.nbytes - start)
+                at = part.slot_offset + start
+                chunks.append((part.file, part.offset + start, out[at : at + size]))
+            total += part.nbytes
+        ticket = Ticket(flat, chunks, total, demand, slotted)
+        with self._lock:
+            (self._demand if demand else self._speculation).append(ticket)
+            self._queued_bytes += total
+            self._work.notify(len(chunks))
+        return ticket
+
+    def _serve(self) -> None:
+        """One reading thread: take a chunk, read it, report the end of its expert."""
+        while True:
+            with self._lock:
+                while not (taken := self._take()):
+                    if self._closing:
+                        return
+                    self._work.wait()
+            ticket, (file, offset, out) = taken
+            error: BaseException | None = None
+            began = time.perf_counter()
+            try:
+                if ticket.error is None:
+                    self._reader.read(file, offset, out)
+            except OSError as failure:
+                error = failure
+            except BaseException as failure:
+                self._end_chunk(ticket, len(out), failure, began)
+                raise
+            self._end_chunk(ticket, len(out), error, began)
+
+    def _take(self) -> tuple[Ticket, tuple[int, int, NDArray[np.uint8]]] | None:
+        """The next chunk, demand first; with the lock held."""
+        queue = self._demand or self._speculation
+        if not queue:
+            return None
+        ticket = queue[0]
+        ticket.started = True
+        self._reading += 1
+        chunk = ticket.chunks.popleft()
+        if not ticket.chunks:
+            queue.popleft()
+        return ticket, chunk
+
+    def _end_chunk(self, ticket: Ticket, nbytes: int, error: BaseException | None, began: float) -> None:
+        with self._lock:
+            ticket.open -= 1
+            rate = self._reading * nbytes / max(time.perf_counter() - began, 1e-9)
+            self._bandwidth += 0.05 * (rate - self._bandwidth)
+            self._reading -= 1
+            self._queued_bytes -= nbytes
+            self.bytes_read += nbytes
+            if error is not None and ticket.error is None:
+                ticket.error = error
+            if ticket.open == 0:
+                if ticket.slotted:
+                    (self._arrived if ticket.error is None else self._failed).append(ticket.flat)
+                self._ended.notify_all()
