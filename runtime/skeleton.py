@@ -25,11 +25,12 @@ class Skeleton:
 
 def build_skeleton(folder: Path) -> Skeleton:
     """Build the folder's causal language model on the meta device; ``DaopError`` if daop cannot run it."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise DaopError(
             f"transformers cannot read {folder / 'config.json'}: {' '.join(str(error).split())[:300]}"
         ) from error
