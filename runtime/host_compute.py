@@ -11,6 +11,10 @@ depend on which of them were resident: each expert's output is computed alone, a
 added in float32 in ascending order of expert, then rounded once. Outputs that arrive ahead of their turn
 are kept, [n, H] in float32 each; a caller that runs experts in ascending order keeps almost nothing.
 
+Experts of few rows go to the native kernels (``native.py``), many at a time; the rest, and all where there
+are no kernels or they do not know the form, to torch. Which path an expert takes depends on its number of
+rows alone, never on its company.
+
 Numbers: router weights, activations and sums are in float32. Products are too, except on two paths of
 torch's that are much faster in bf16, where an expert's inner values are rounded to bf16 as in
 transformers: a single row, and many rows on a CPU with bf16 arithmetic.
@@ -23,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Literal
 
 import numpy as np
 import torch
@@ -31,7 +36,10 @@ from numpy.typing import NDArray
 from daop.core import FloatArray, IntArray
 
 from .layout import ExpertForm, ExpertLayout
+from .native import PAD, Kernels, describe_form, load_kernels, round_up
 
+FEW_ROWS = 16  # up to here reading the weights costs more than multiplying
+NATIVE_VALUES = 1 << 24  # outputs of one native call, at most (if of several experts): 64 MiB
 BLOCK_VALUES = 1 << 18  # weights converted at a time: 1 MiB of float32, which a core's caches hold
 
 
@@ -50,6 +58,7 @@ class Batch:
     starts: list[int]  # where each expert's pairs begin, and their end
     top_k: int
     sum: torch.Tensor  # [T, H] float32
+    prepared: torch.Tensor | None = None  # hidden as the native kernels read it
     waiting: dict[int, torch.Tensor] = field(default_factory=dict)  # position -> output [n, H]
     turn: int = 0  # position of the expert whose output is added next
 
@@ -76,14 +85,27 @@ class Batch:
 class HostExperts:
     """Computes experts of one layout and form, of which a layer has ``count``.
 
-    One thread at a time may use an instance: it owns scratch memory.
+    One thread at a time may use an instance: it owns scratch memory. ``kernels`` None keeps to torch.
     """
 
-    def __init__(self, layout: ExpertLayout, form: ExpertForm, count: int) -> None:
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        form: ExpertForm,
+        count: int,
+        *,
+        kernels: Kernels | Literal["auto"] | None = "auto",
+    ) -> None:
         self.layout = layout
         self.form = form
         self.count = count
         self._scratch = torch.empty(0)
+        self._kernels = load_kernels() if kernels == "auto" else kernels
+        self._native_form = describe_form(layout, form)
+        columns = form.transposed or form.down_is_transposed
+        self._native_rows = FEW_ROWS if columns or has_bf16_arithmetic() else 1 << 62
+        if self._kernels is None or self._native_form is None:
+            self._native_rows = 0
 
     def begin(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Batch:
         """Group the tokens of a layer by expert. hidden [T, H], ids [T, K], weights [T, K]; an id outside
@@ -95,7 +117,7 @@ class HostExperts:
         pairs, ordered = pairs[first:last], ordered[first:last]
         starts = np.flatnonzero(np.diff(ordered, prepend=-1))
         return Batch(
-            hidden=hidden.detach(),
+            hidden=hidden.detach().contiguous(),
             weights=weights.detach().reshape(-1).float(),
             experts=ordered[starts].astype(np.int32),
             tokens=np.diff(starts, append=len(pairs)).astype(np.int32),
@@ -108,10 +130,21 @@ class HostExperts:
     @torch.no_grad()
     def run(self, batch: Batch, experts: Sequence[int], slots: Sequence[torch.Tensor]) -> None:
         """Compute chosen experts, whose bytes lie in ``slots`` (uint8 [nbytes] each)."""
+        group: list[tuple[int, int]] = []  # (position, address) of what one native call computes
+        values = 0
         for expert, slot in zip(experts, slots, strict=True):
             position = batch.position(expert)
-            batch.waiting[position] = self._rows(batch, position, self.layout.views(slot))
-            self._add(batch)
+            rows = batch.starts[position + 1] - batch.starts[position]
+            if rows > self._native_rows:
+                self._add(batch, position, self._rows(batch, position, self.layout.views(slot)))
+                continue
+            if group and values + rows * self.form.hidden > NATIVE_VALUES:
+                self._run_native(batch, group)
+                group, values = [], 0
+            group.append((position, slot.data_ptr()))
+            values += rows * self.form.hidden
+        if group:
+            self._run_native(batch, group)
 
     def finish(self, batch: Batch) -> torch.Tensor:
         """[T, H] in the dtype of hidden: the sum over every token's experts."""
@@ -119,12 +152,45 @@ class HostExperts:
             raise ValueError(f"expert {batch.experts[batch.turn]} was chosen but not run")
         return batch.sum.to(batch.hidden.dtype)
 
-    def _add(self, batch: Batch) -> None:
-        """Add the outputs whose turn it is."""
+    def _add(self, batch: Batch, position: int, out: torch.Tensor) -> None:
+        """Keep an expert's outputs [n, H] and add all whose turn it is."""
+        batch.waiting[position] = out
         while batch.turn in batch.waiting:
             rows = batch.pairs_of(batch.turn) // batch.top_k
             batch.sum.index_add_(0, rows, batch.waiting.pop(batch.turn))
             batch.turn += 1
+
+    def _run_native(self, batch: Batch, group: list[tuple[int, int]]) -> None:
+        kernels, form = self._kernels, self._native_form
+        if kernels is None or form is None:
+            raise AssertionError("only experts that the kernels know come here")
+        if batch.prepared is None:
+            batch.prepared = kernels.prepare(form, batch.hidden)
+        positions = [position for position, _ in group]
+        spans = [(batch.starts[position], batch.starts[position + 1]) for position in positions]
+        starts = [0]
+        for begin, end in spans:
+            starts.append(starts[-1] + end - begin)
+        in_turn = positions == list(range(positions[0], positions[0] + len(positions)))
+        if in_turn:
+            pairs = batch.pairs[spans[0][0] : spans[-1][1]]
+        else:
+            pairs = np.concatenate([batch.pairs[begin:end] for begin, end in spans])
+        scratch = self._at_least(len(pairs) * round_up(self.form.intermediate, PAD))
+        out = torch.empty(len(pairs), self.form.hidden)
+        slots = [address for _, address in group]
+        kernels.run(form, batch.prepared, slots, starts, pairs, batch.weights, batch.top_k, scratch, out)
+        if in_turn and batch.turn == positions[0] and not batch.waiting:
+            kernels.add(out, pairs, batch.top_k, batch.sum)
+            batch.turn += len(positions)
+        else:
+            for i, position in enumerate(positions):
+                self._add(batch, position, out[starts[i] : starts[i + 1]])
+
+    def _at_least(self, values: int) -> torch.Tensor:
+        if self._scratch.numel() < values:
+            self._scratch = torch.empty(values)
+        return self._scratch
 
     def _rows(self, batch: Batch, position: int, parts: dict[str, torch.Tensor]) -> torch.Tensor:
         """[n, H] float32: a chosen expert's outputs, router weights applied."""
@@ -165,12 +231,11 @@ class HostExperts:
         bf16 arithmetic a float32 product is several times faster than one in bf16."""
         height, width = weight.shape
         rows = max(1, min(height, BLOCK_VALUES // width))
-        if self._scratch.numel() < rows * width:
-            self._scratch = torch.empty(rows * width)
+        scratch = self._at_least(rows * width)
         out = torch.empty(height, x.shape[0])
         for top in range(0, height, rows):
             part = weight[top : top + rows]
-            flat = self._scratch[: part.numel()]
+            flat = scratch[: part.numel()]
             block = flat.view(width, -1).T if transposed else flat.view(-1, width)
             torch.mm(block.copy_(part), x.T, out=out[top : top + rows])
         return out.T

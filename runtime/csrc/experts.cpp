@@ -1,0 +1,198 @@
+// Routed experts on the CPU: gate/up, activation, down and router weight of all given experts in one call.
+//
+// Weights are read once, as stored, and converted to float32 in registers; sums and inner values are float32.
+// The kernels (kernels.inc) are compiled for several instruction sets; choose() picks what this CPU has.
+// The threads are the caller's: `Parallel` runs a function on a team of them.
+
+#include "experts.h"
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "weights are stored little-endian"
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int64_t TILE_ROWS = 16;      // of [out, in] weights: what a thread takes at a time
+constexpr int64_t TILE_COLUMNS = 128;  // of [in, out] weights: wide enough to read whole lines
+constexpr int64_t TOKENS = 16;         // per expert and pass over a tile
+constexpr int PREFETCH = 1024;         // bytes ahead in each row
+
+INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+INLINE float value_at(const char* at, int32_t dtype) {
+  if (dtype == F32) {
+    float f;
+    memcpy(&f, at, 4);
+    return f;
+  }
+  uint16_t h;
+  memcpy(&h, at, 2);
+  uint32_t bits = static_cast<uint32_t>(h) << 16;
+  float f;
+  if (dtype == F16) {
+    const uint32_t magnitude = (h & 0x7fffu) << 13;
+    memcpy(&f, &magnitude, 4);
+    f *= 0x1p112f;
+    memcpy(&bits, &f, 4);
+    bits |= ((h & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u) | (h & 0x8000u) << 16;
+  }
+  memcpy(&f, &bits, 4);
+  return f;
+}
+
+// As transformers has them; a NaN stays one.
+INLINE float activate(const Form& form, float gate, float up) {
+  switch (form.activation) {
+    case SILU: return gate / (1.0f + expf(-gate)) * up;
+    case GELU: return 0.5f * gate * (1.0f + erff(gate * 0.70710678f)) * up;
+    case GELU_TANH:
+      return 0.5f * gate * (1.0f + tanhf(0.79788456f * (gate + 0.044715f * gate * gate * gate))) * up;
+    case RELU: return (gate < 0 ? 0 : gate) * up;
+    case RELU2: return gate < 0 ? 0 * up : gate * gate * up;
+    default:
+      gate = gate > form.limit ? form.limit : gate;
+      up = up > form.limit ? form.limit : up < -form.limit ? -form.limit : up;
+      return gate / (1.0f + expf(-form.alpha * gate)) * (up + 1.0f);
+  }
+}
+
+// Portable: vectors of 4, which every compiler maps to what the architecture always has (SSE2, NEON).
+#define VARIANT portable
+#define LANES 4
+#define TARGET
+#if defined(__aarch64__)
+#define MANY_REGISTERS 1
+#else
+#define MANY_REGISTERS 0
+#endif
+#include "kernels.inc"
+#undef VARIANT
+#undef LANES
+#undef TARGET
+#undef MANY_REGISTERS
+
+#if defined(__x86_64__)
+#define VARIANT avx2
+#define LANES 8
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define MANY_REGISTERS 0
+#include "kernels.inc"
+#undef VARIANT
+#undef LANES
+#undef TARGET
+#undef MANY_REGISTERS
+
+#define VARIANT avx512
+#define LANES 16
+#if defined(DAOP_EMULATE_AVX512)  // for tests: the same code, with each vector in two halves
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#else
+#define TARGET __attribute__((target("avx512f,avx2,fma,f16c")))
+#endif
+#define MANY_REGISTERS 1
+#include "kernels.inc"
+#endif
+
+struct Variant {
+  const char* name;
+  decltype(&portable::prepare) prepare;
+  decltype(&portable::tile) tile;
+};
+
+// What this CPU can run, best first; ended by an entry without a name.
+const Variant* supported() {
+  static const Variant* const list = [] {
+    static Variant found[4] = {};
+    int n = 0;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                      __builtin_cpu_supports("f16c");
+#if defined(DAOP_EMULATE_AVX512)
+    const bool avx512f = true;
+#else
+    const bool avx512f = __builtin_cpu_supports("avx512f");
+#endif
+    if (avx2 && avx512f) found[n++] = {"avx512", avx512::prepare, avx512::tile};
+    if (avx2) found[n++] = {"avx2", avx2::prepare, avx2::tile};
+#endif
+#if defined(__aarch64__)
+    found[n++] = {"neon", portable::prepare, portable::tile};
+#else
+    found[n++] = {"portable", portable::prepare, portable::tile};
+#endif
+    return found;
+  }();
+  return list;
+}
+
+// One half of a call, tile by tile. Threads take tiles as they get to them.
+struct Work {
+  const Call* call;
+  const Variant* variant;
+  bool first_half;
+  int64_t rows, tile, tiles;  // tiles per task
+  std::atomic<int64_t> next{0};
+
+  Work(const Call& c, const Variant& v, bool first)
+      : call(&c), variant(&v), first_half(first), rows(first ? c.form->inner : c.form->hidden) {
+    const bool columns = first ? c.form->transposed : c.form->down_transposed;
+    tile = columns ? TILE_COLUMNS : TILE_ROWS;
+    tiles = (rows + tile - 1) / tile;
+  }
+
+  static void run(void* self) {
+    Work& work = *static_cast<Work*>(self);
+    for (int64_t i; (i = work.next.fetch_add(1, std::memory_order_relaxed)) < work.tiles * work.call->tasks;) {
+      const int64_t first = i % work.tiles * work.tile;
+      const int64_t count = work.rows - first < work.tile ? work.rows - first : work.tile;
+      work.variant->tile(*work.call, work.first_half, i / work.tiles, first, count);
+    }
+  }
+};
+
+// GOMP_parallel's signature: runs the function on a team of so many threads and waits for all.
+typedef void (*Parallel)(void (*)(void*), void*, unsigned threads, unsigned flags);
+
+}  // namespace
+
+extern "C" {
+
+// Of experts.h and of what is below; runtime/native.py refuses any other.
+int daop_version() { return 1; }
+
+// Name of the i-th variant that this CPU can run, best first; null after the last.
+const char* daop_variant(int i) { return supported()[i].name; }
+
+void daop_prepare(int variant, const void* hidden, int32_t dtype, int64_t rows, int64_t values, int32_t as_pairs,
+                  int64_t width, float* out) {
+  supported()[variant].prepare(static_cast<const char*>(hidden), dtype, rows, values, as_pairs, width, out);
+}
+
+void daop_run(int variant, const Call* call, Parallel parallel, unsigned threads) {
+  for (int phase = 0; phase < 2; ++phase) {
+    Work work(*call, supported()[variant], phase == 0);
+    if (parallel && threads > 1)
+      parallel(Work::run, &work, threads, 0);
+    else
+      Work::run(&work);
+  }
+}
+
+// sum[pairs[i] / top_k] += rows[i], one row after the other.
+void daop_add(const float* rows, const int64_t* pairs, int64_t count, int64_t top_k, int64_t hidden, float* sum) {
+  for (int64_t i = 0; i < count; ++i, rows += hidden) {
+    float* to = sum + pairs[i] / top_k * hidden;
+    for (int64_t h = 0; h < hidden; ++h) to[h] += rows[h];
+  }
+}
+}

@@ -1,0 +1,261 @@
+"""The compiled kernels (``csrc/``): finding them, what they can compute, and calling them.
+
+They are optional. Installation builds them where there is a C++ compiler; without them everything works on
+torch, and ``native_status`` says so. ``python -m daop.runtime.native`` builds them beside this file.
+``DAOP_NATIVE=0`` leaves them unused; ``DAOP_NATIVE=avx2`` (or another variant that the CPU has) forces one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from daop.core import DaopError
+
+from .layout import ExpertForm, ExpertLayout
+
+HERE = Path(__file__).resolve().parent
+VERSION = 1  # of what crosses between this file and csrc/experts.h
+DTYPE_CODES = {"F32": 0, "F16": 1, "BF16": 2}
+HIDDEN_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "relu2": 4, "gpt_oss": 5}
+PAD = 32  # a row of activations is padded to a multiple of this: the widest kernel's step
+
+
+class CForm(ctypes.Structure):
+    """``Form`` of experts.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("hidden", "inner", "gate", "up", "down")),
+        *((name, ctypes.c_int64) for name in ("gate_bias", "up_bias", "down_bias", "step", "bias_step")),
+        *((name, ctypes.c_int32) for name in ("dtype", "activation", "transposed", "down_transposed")),
+        *((name, ctypes.c_int32) for name in ("interleaved", "scales_input")),
+        ("alpha", ctypes.c_float),
+        ("limit", ctypes.c_float),
+    )
+
+
+class CCall(ctypes.Structure):
+    """``Call`` of experts.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("form", "x", "slots", "starts", "pairs", "weights")),
+        *((name, ctypes.c_void_p) for name in ("inner", "out")),
+        *((name, ctypes.c_int64) for name in ("tasks", "top_k", "x_width", "inner_width")),
+    )
+
+
+class Kernels:
+    """The loaded library and the variant in use."""
+
+    def __init__(self, path: Path, wanted: str = "") -> None:
+        library = ctypes.CDLL(str(path))  # releases the GIL while it computes
+        library.daop_version.restype = ctypes.c_int
+        if library.daop_version() != VERSION:
+            raise OSError(f"{path} was built from another version of daop; build it again")
+        library.daop_variant.restype = ctypes.c_char_p
+        self.variants: list[str] = []
+        while name := library.daop_variant(len(self.variants)):
+            self.variants.append(name.decode())
+        if wanted and wanted not in self.variants:
+            raise DaopError(
+                f"DAOP_NATIVE={wanted} is not a variant that this CPU can run; it can run "
+                f"{', '.join(self.variants)} (0 switches the native kernels off)"
+            )
+        self.variant = wanted or self.variants[0]
+        self.index = self.variants.index(self.variant)
+        self._parallel = parallel_function()
+        pointer, number, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+        self._prepare = library.daop_prepare
+        self._prepare.argtypes = [ctypes.c_int, pointer, word, number, number, word, number, pointer]
+        self._prepare.restype = None
+        self._run = library.daop_run
+        self._run.argtypes = [ctypes.c_int, pointer, pointer, ctypes.c_uint]
+        self._run.restype = None
+        self._add = library.daop_add
+        self._add.argtypes = [pointer, pointer, number, number, number, pointer]
+        self._add.restype = None
+
+    @property
+    def threaded(self) -> bool:
+        return self._parallel is not None
+
+    def prepare(self, form: CForm, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, H], contiguous, as the kernels read them: float32 [T, padded H]."""
+        rows, width = hidden.shape
+        out = torch.empty(rows, round_up(width, PAD))
+        pairs = form.dtype == DTYPE_CODES["BF16"] and not form.transposed
+        code = HIDDEN_CODES[hidden.dtype]
+        self._prepare(self.index, hidden.data_ptr(), code, rows, width, pairs, out.shape[1], out.data_ptr())
+        return out
+
+    def run(
+        self,
+        form: CForm,
+        x: torch.Tensor,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        pairs: NDArray[np.int64],
+        weights: torch.Tensor,
+        top_k: int,
+        scratch: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Experts at addresses ``slots``, of which the i-th computes rows starts[i]..starts[i + 1] of
+        ``pairs``: out [rows, H]. ``scratch`` is float32 of at least rows x padded I."""
+        count = len(slots)
+        table = (ctypes.c_int64 * (2 * count + 1))(*slots, *starts)
+        at = ctypes.addressof(table)
+        call = CCall(
+            ctypes.addressof(form),
+            x.data_ptr(),
+            at,
+            at + 8 * count,
+            pairs.ctypes.data,
+            weights.data_ptr(),
+            scratch.data_ptr(),
+            out.data_ptr(),
+            count,
+            top_k,
+            x.shape[1],
+            round_up(form.inner, PAD),
+        )
+        self._run(self.index, ctypes.addressof(call), self._parallel, torch.get_num_threads())
+
+    def add(self, rows: torch.Tensor, pairs: NDArray[np.int64], top_k: int, total: torch.Tensor) -> None:
+        """total[pairs // top_k] += rows, one row after the other; float32."""
+        self._add(rows.data_ptr(), pairs.ctypes.data, len(pairs), top_k, total.shape[1], total.data_ptr())
+
+
+def round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def describe_form(layout: ExpertLayout, form: ExpertForm) -> CForm | None:
+    """What the kernels need to know, or None if they cannot compute such experts."""
+    activation = ACTIVATION_CODES.get(form.activation)
+    dtypes = {part.dtype for part in layout.parts}
+    if activation is None or form.post_norm is not None or len(dtypes) != 1:
+        return None
+    dtype = dtypes.pop()
+    if dtype not in DTYPE_CODES:
+        return None
+    size = 4 if dtype == "F32" else 2
+    at = {part.role: part.offset for part in layout.parts}
+    inner, hidden = form.intermediate, form.hidden
+    fused = "gate_up" in at
+    if fused:
+        between = 1 if form.interleaved else inner  # rows, or columns if transposed
+        apart = size if form.transposed else size * hidden
+        at["gate"], at["up"] = at["gate_up"], at["gate_up"] + between * apart
+        if form.has_bias:
+            at["gate_bias"] = at["gate_up_bias"]
+            at["up_bias"] = at["gate_up_bias"] + between * size
+    wide = 2 if fused else 1
+    alternating = fused and form.interleaved
+    step = inner * wide if form.transposed else hidden * (2 if alternating else 1)
+    return CForm(
+        hidden,
+        inner,
+        *(at.get(role, -1) for role in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")),
+        step,
+        2 if alternating else 1,
+        DTYPE_CODES[dtype],
+        activation,
+        form.transposed,
+        form.down_is_transposed,
+        alternating,
+        form.scales_input,
+        *(form.activation_arguments or (0.0, 0.0)),
+    )
+
+
+def parallel_function() -> ctypes.c_void_p | None:
+    """``GOMP_parallel`` of the OpenMP library that torch runs on, or None if it has none.
+
+    Sharing torch's threads, instead of starting a second set, is what keeps the two from fighting: OpenMP's
+    idle threads spin for milliseconds, and would take the cores from ours after every product of torch's.
+    """
+    torch.zeros(1 << 17).add_(1)  # torch loads its library with the first parallel loop at the latest
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "omp" in line}
+    home = str(Path(torch.__file__).parent)
+    for path in sorted(paths, key=lambda p: not p.startswith(home)):
+        if Path(path).name.startswith(("libgomp", "libiomp", "libomp")):
+            function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+            if function is not None:
+                return ctypes.cast(function, ctypes.c_void_p)
+    return None
+
+
+def library_path() -> Path | None:
+    """The compiled library, built by the installation or in place; the newest."""
+    return max(HERE.glob("_experts*.so"), key=lambda path: path.stat().st_mtime, default=None)
+
+
+@cache
+def _load(setting: str) -> tuple[Kernels | None, str]:
+    if setting == "0":
+        return None, "switched off by DAOP_NATIVE=0"
+    path = library_path()
+    if path is None:
+        how = "build them with: python -m daop.runtime.native"
+        return None, f"not built (installation found no working C++ compiler?); {how}"
+    try:
+        kernels = Kernels(path, setting)
+    except (OSError, AttributeError) as error:
+        return None, f"cannot be loaded: {error}"
+    if not kernels.threaded:
+        return kernels, "single-threaded: torch here runs on no OpenMP library whose threads they could share"
+    return kernels, ""
+
+
+def load_kernels() -> Kernels | None:
+    """The kernels, or None: see ``native_status``."""
+    return _load(os.environ.get("DAOP_NATIVE", ""))[0]
+
+
+def native_status() -> tuple[bool, str, str]:
+    """(whether the native kernels are used, variant or '', what is wrong or '')."""
+    kernels, reason = _load(os.environ.get("DAOP_NATIVE", ""))
+    return kernels is not None, kernels.variant if kernels else "", reason
+
+
+def compile_command(output: Path, extra: Sequence[str] = (), source: str = "experts.cpp") -> list[str]:
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler:
+        raise DaopError("no C++ compiler found: install g++ (or clang), or set CXX to one")
+    flags = (HERE / "csrc" / "flags.txt").read_text().split()
+    return [*compiler.split(), *flags, *extra, str(HERE / "csrc" / source), "-o", str(output)]
+
+
+def build() -> Path:
+    """Compile the kernels beside this file."""
+    output = HERE / "_experts.so"
+    part = output.with_suffix(f".{os.getpid()}.part")
+    command = compile_command(part, ("-shared", "-fPIC"))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise DaopError(f"{command[0]} failed to build the native kernels:\n{done.stderr[-2000:]}")
+    part.replace(output)
+    return output
+
+
+if __name__ == "__main__":
+    try:
+        sys.stdout.write(f"built {build()}\n")
+    except DaopError as problem:
+        sys.exit(str(problem))

@@ -1,0 +1,165 @@
+"""The native kernels against torch's path, in every variant that can run here, and their absence."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_host_compute import FORMS, check, make_form, make_layer
+
+from daop.core import DaopError
+from daop.runtime import native
+from daop.runtime.host_compute import HostExperts
+from daop.runtime.native import Kernels
+
+VARIANTS = ["neon"] if platform.machine() == "aarch64" else ["avx512", "avx2", "portable"]
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels as shipped, but with the AVX-512 code in halves, so that it runs on any AVX2 machine."""
+    path = tmp_path_factory.mktemp("native") / "_experts.so"
+    try:
+        command = native.compile_command(path, ("-shared", "-fPIC", "-DDAOP_EMULATE_AVX512"))
+    except DaopError as error:
+        pytest.skip(str(error))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, "the kernels compile without warnings"
+    return path
+
+
+@pytest.fixture(params=VARIANTS)
+def kernels(library: Path, request: pytest.FixtureRequest) -> Kernels:
+    if request.param not in Kernels(library).variants:
+        pytest.skip(f"this CPU has no {request.param}")
+    return Kernels(library, request.param)
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    native._load.cache_clear()
+    yield
+    native._load.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in ("custom", "post_norm")])
+def test_every_variant_computes_every_form(name: str, dtype: torch.dtype, kernels: Kernels) -> None:
+    for tokens in (1, 2, 3, 5, 37):
+        layer = make_layer(FORMS[name], tokens=tokens, weights=dtype, hidden=torch.float32, fused=tokens != 2)
+        plain = HostExperts(layer.layout, layer.form, layer.count, kernels=None)
+        got, wanted = (
+            layer.run(HostExperts(layer.layout, layer.form, layer.count, kernels=kernels)),
+            layer.run(plain),
+        )
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("shape", [(31, 33), (64, 16), (65, 130), (260, 7), (128, 300)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_odd_shapes(shape: tuple[int, int], transposed: bool, kernels: Kernels) -> None:
+    for tokens in (1, 6):
+        layer = make_layer(make_form(*shape, transposed=transposed), tokens=tokens, hidden=torch.float32)
+        check(layer, HostExperts(layer.layout, layer.form, layer.count, kernels=kernels))
+
+
+def test_slots_at_any_address(kernels: Kernels) -> None:
+    layer = make_layer(FORMS["bias"], tokens=4)
+    experts = HostExperts(layer.layout, layer.form, layer.count, kernels=kernels)
+    wanted = layer.run(experts)
+    for shift in (2, 6, 62):
+        store = torch.zeros(layer.slab.numel() + shift, dtype=torch.uint8)
+        slab = store[shift:].view(layer.slab.shape)
+        layer.slab = slab.copy_(layer.slab)
+        assert torch.equal(layer.run(experts), wanted)
+
+
+def test_threads_change_no_bit(kernels: Kernels) -> None:
+    layer = make_layer(make_form(160, 500), tokens=9, count=8)
+    experts = HostExperts(layer.layout, layer.form, layer.count, kernels=kernels)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(layer.run(experts))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("name", ["plain", "transposed"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_stay_visible(value: float, name: str, kernels: Kernels) -> None:
+    layer = make_layer(FORMS[name], tokens=2, top_k=1)
+    layer.ids = torch.tensor([[0], [1]])
+    parts = layer.layout.views(layer.slab[0])
+    parts["gate_up"][7, 9] = value
+    out = layer.run(HostExperts(layer.layout, layer.form, layer.count, kernels=kernels))
+    assert not out[0].isfinite().all()
+    assert out[1].isfinite().all()
+
+
+def test_activations_of_extreme_values(kernels: Kernels) -> None:
+    for name in ("plain", "gpt_oss", "relu", "no_gate", "interleaved_rows"):
+        layer = make_layer(FORMS[name], tokens=4, hidden=torch.float32)
+        layer.hidden *= 300
+        plain = HostExperts(layer.layout, layer.form, layer.count, kernels=None)
+        got, wanted = (
+            layer.run(HostExperts(layer.layout, layer.form, layer.count, kernels=kernels)),
+            layer.run(plain),
+        )
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_forms_that_only_torch_knows() -> None:
+    for name in ("custom", "post_norm"):
+        layer = make_layer(FORMS[name], tokens=1)
+        assert native.describe_form(layer.layout, layer.form) is None
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DAOP_NATIVE", "0")
+    assert native.native_status() == (False, "", "switched off by DAOP_NATIVE=0")
+    assert native.load_kernels() is None
+
+
+def test_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("DAOP_NATIVE", raising=False)
+    monkeypatch.setattr(native, "HERE", tmp_path)
+    available, variant, reason = native.native_status()
+    assert (available, variant) == (False, "")
+    assert "python -m daop.runtime.native" in reason
+    layer = make_layer(FORMS["plain"], tokens=3)
+    check(layer, HostExperts(layer.layout, layer.form, layer.count))
+
+
+def test_found_and_forced(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "HERE", library.parent)
+    last = Kernels(library).variants[-1]
+    monkeypatch.setenv("DAOP_NATIVE", last)
+    assert native.native_status()[:2] == (True, last)
+    monkeypatch.setenv("DAOP_NATIVE", "sse9")
+    with pytest.raises(DaopError, match="DAOP_NATIVE=sse9 .* can run .*" + last):
+        native.native_status()
+
+
+def test_damaged_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "_experts.so").write_bytes(b"not a library")
+    monkeypatch.delenv("DAOP_NATIVE", raising=False)
+    monkeypatch.setattr(native, "HERE", tmp_path)
+    available, _, reason = native.native_status()
+    assert not available
+    assert "cannot be loaded" in reason
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(DaopError, match=r"install g\+\+"):
+        native.compile_command(Path("x.so"))
