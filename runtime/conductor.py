@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from daop.core import BoolArray, Forecast, Phase, Step
+from daop.core import BoolArray, FloatArray, Forecast, Phase, Step
 
 from .policies.base import Costs, Outcome, Plan, Policy
 from .residency import Residency
@@ -137,9 +137,17 @@ class Conductor:
                 chosen.append(flat)
         return chosen
 
-    def begin(self, phase: Phase, rows: int) -> None:
+    def begin(self, phase: Phase, rows: int, new_sequences: int = 0) -> None:
+        """A forward pass starts; ``new_sequences``: of how many sequences it is the first."""
         self._settle()
+        if new_sequences:
+            self.policy.begin_sequences(new_sequences)
         self.policy.begin(phase, rows)
+
+    def reuse(self, soon: FloatArray) -> None:
+        """A reuse forecast (see ``Policy.reuse``) is there; once per forward pass, off the critical path."""
+        if self.policy.wants_reuse:
+            self.policy.reuse(soon)
 
     def plan(self, step: Step) -> Work:
         """Settle what arrived, protect what the step needs, and start what must be fetched."""

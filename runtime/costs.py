@@ -88,7 +88,7 @@ class HardwareCosts:
         self._host_flops = [f / (hardware.host_gflops * 1e9) for f in flops]
         self._device_overhead = hardware.device_overhead_us * 1e-6
         self._host_overhead = (hardware.host_overhead_us + hardware.activation_us) * 1e-6
-        self._reads = hardware.tier == "host"
+        self.host_beside = hardware.tier == "device"
         self._layer = hardware.layer_us * 1e-6
         self._row = hardware.layer_us_per_row * 1e-6
         self.chunk_seconds = hardware.link_chunk_mib * 2**20 / link
@@ -101,7 +101,7 @@ class HardwareCosts:
         return self._device_overhead + max(self._device_bytes[flat], tokens * self._device_flops[flat])
 
     def host(self, flat: int, tokens: int) -> float:
-        if self._reads:
+        if not self.host_beside:
             return self.copy_seconds[flat] + self.device(flat, tokens)
         return self._host_overhead + max(self._host_bytes[flat], tokens * self._host_flops[flat])
 

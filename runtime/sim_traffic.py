@@ -62,7 +62,8 @@ class Forward:
     phase: Phase
     rows: int
     token_ids: Sequence[int]  # which tokens of the trace
-    first: Sequence[int]  # sequences (by number) whose first recorded token this is
+    starts: Sequence[int]  # sequences (by number) that begin with this pass
+    first: Sequence[int]  # sequences whose first token to be counted this pass yields
     experts: Sequence[Sequence[int]]
     tokens: Sequence[Sequence[int]]
     weights: Sequence[Sequence[float]] | None
@@ -108,13 +109,14 @@ def forwards(traffic: Traffic, batch: int = 1, prefill_chunk: int = 512) -> Iter
             after = _prefill_end(traffic, begin, end)
             for at in range(begin, after, prefill_chunk):
                 chunk = range(at, min(at + prefill_chunk, after))
-                yield merge(lists, Phase.PREFILL, chunk, [number] if chunk.stop == after else [])
+                starts = [number] if at == begin else []
+                yield merge(lists, Phase.PREFILL, chunk, starts, [number] if chunk.stop == after else [])
             if after < end:
                 running.append([after, end, number, int(after > begin)])
         if not running:
             continue
         first = [entry[2] for entry in running if not entry[3]]
-        yield merge(lists, Phase.DECODE, [entry[0] for entry in running], first)
+        yield merge(lists, Phase.DECODE, [entry[0] for entry in running], first, first)
         for entry in running:
             entry[0] += 1
             entry[3] = 1
@@ -128,13 +130,15 @@ def _prefill_end(traffic: Traffic, begin: int, end: int) -> int:
     return begin + int(decode[0]) if len(decode) else end
 
 
-def merge(lists: Lists, phase: Phase, token_ids: Sequence[int], first: Sequence[int]) -> Forward:
+def merge(
+    lists: Lists, phase: Phase, token_ids: Sequence[int], starts: Sequence[int], first: Sequence[int]
+) -> Forward:
     """One forward over several tokens: experts that several of them chose are counted together."""
     rows = len(token_ids)
     if rows == 1:
         experts, weights = lists.token(token_ids[0])
         ones = [1] * len(experts[0])
-        return Forward(phase, 1, token_ids, first, experts, [ones] * len(experts), weights)
+        return Forward(phase, 1, token_ids, starts, first, experts, [ones] * len(experts), weights)
     parts = [lists.token(token) for token in token_ids]
     per_layer: list[list[int]] = []
     counts: list[list[int]] = []
@@ -152,4 +156,4 @@ def merge(lists: Lists, phase: Phase, token_ids: Sequence[int], first: Sequence[
         per_layer.append(chosen)
         counts.append([count[flat] for flat in chosen])
         sums.append([total[flat] for flat in chosen] if weighed else [])
-    return Forward(phase, rows, token_ids, first, per_layer, counts, sums if weighed else None)
+    return Forward(phase, rows, token_ids, starts, first, per_layer, counts, sums if weighed else None)

@@ -116,7 +116,7 @@ class Simulator:
         self.result = Run(self.statistics)
         self._span = span
         self._forecaster = forecaster if policy.horizon else None
-        self._reads = costs.hardware.tier == "host"
+        self._reads = not costs.host_beside
         self._plan_seconds = policy.plan_us * 1e-6
         self._ahead_seconds = policy.look_ahead_us * 1e-6
         self._looks = type(policy).look_ahead is not Policy.look_ahead
@@ -125,8 +125,12 @@ class Simulator:
 
     def run(self, traffic: Traffic, batch: int = 1, prefill_chunk: int = 512) -> Run:
         """Load the start's experts, then serve the whole trace."""
+        passes: Iterable[Forward] = forwards(traffic, batch, prefill_chunk)
+        if self.policy.needs_future:
+            passes = list(passes)
+            self.policy.foresee([experts for forward in passes for experts in forward.experts])
         self.start()
-        for forward in forwards(traffic, batch, prefill_chunk):
+        for forward in passes:
             self.forward(forward)
         return self.finish()
 
@@ -150,7 +154,7 @@ class Simulator:
         """One pass through all layers."""
         engine, result = self.engine, self.result
         began = engine.now
-        self.conductor.begin(forward.phase, forward.rows)
+        self.conductor.begin(forward.phase, forward.rows, len(forward.starts))
         if self._forecaster is not None:
             self._forecaster.forward(forward)
         weights = forward.weights

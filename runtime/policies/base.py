@@ -24,11 +24,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from daop.core import BoolArray, FloatArray, Forecast, Geometry, Phase, Registry, Step
+from daop.core import BoolArray, DaopError, FloatArray, Forecast, Geometry, Phase, Registry, Step
+from daop.runtime.profile import Profile
 
 
 class Costs(Protocol):
-    """Seconds that things take on the machine at hand. All are estimates; none is a promise."""
+    """Seconds that things take on the machine at hand. All are estimates; none is a promise.
+
+    ``host_beside``: whether the host computes misses while the device and the link work (tier
+    ``device``); False where a miss is read and then computed by the one processor there is.
+    """
+
+    @property
+    def host_beside(self) -> bool: ...
 
     def copy(self, flat: int) -> float:
         """Moving one expert into fast memory, the link being idle."""
@@ -132,6 +140,8 @@ class Policy:
     Subclasses override what they decide. ``exact`` False: may change the model's output, and says so.
     ``horizon``: how many layers of forecast ``look_ahead`` wants (0: it is never called with any).
     ``wants_reuse``: whether ``reuse`` is called once per forward pass with reuse forecasts.
+    ``needs_future``: only a simulator, which knows the whole trace, can run it.
+    ``profile``: what other traffic taught, set before ``start`` (None: nothing is known).
     ``plan_us``, ``look_ahead_us``: microseconds that the decisions of one decode layer take (measured by
     ``benchmarks/policy_overhead.py``); the simulator charges them. The second runs beside the compute.
     ``keeps_hot_set``: promises that a prefill through every expert leaves most of what decode had.
@@ -140,9 +150,15 @@ class Policy:
     exact: ClassVar[bool] = True
     horizon: ClassVar[int] = 0
     wants_reuse: ClassVar[bool] = False
+    needs_future: ClassVar[bool] = False
     plan_us: ClassVar[float] = 10.0
     look_ahead_us: ClassVar[float] = 0.0
     keeps_hot_set: ClassVar[bool] = False
+
+    profile: Profile | None = None
+
+    def foresee(self, steps: Sequence[Sequence[int]]) -> None:
+        """``steps[i]``: the experts of the i-th layer step of the whole run. Only where ``needs_future``."""
 
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
         """Called once; returns the flat ids to load before the first token, at most ``slots``."""
@@ -153,6 +169,9 @@ class Policy:
 
     def begin(self, phase: Phase, rows: int) -> None:
         """A forward pass of ``rows`` tokens starts."""
+
+    def begin_sequences(self, count: int) -> None:
+        """Called before ``begin`` when the pass is the first of so many new sequences."""
 
     def plan(self, step: Step, missing: Sequence[int], view: View) -> Plan:
         """The router of ``step`` is known; ``missing``: its experts neither resident nor under way."""
@@ -178,3 +197,16 @@ class Policy:
 
 
 POLICIES: Registry[type[Policy]] = Registry("policy", "daop.runtime.policies")
+
+
+def make_policy(name: str, profile: Profile | None = None) -> Policy:
+    """A policy by name (or ``module:Class``), told what other traffic taught."""
+    kind = POLICIES.get(name)
+    try:
+        policy = kind()
+    except TypeError as error:
+        raise DaopError(f"policy {name!r} cannot be made without arguments: {error}") from error
+    if not isinstance(policy, Policy):
+        raise DaopError(f"policy {name!r} is not a daop.runtime.policies.base.Policy")
+    policy.profile = profile
+    return policy

@@ -30,6 +30,10 @@ class Recency:
             order.move_to_end(flat)
         self._current = frozenset(experts)
 
+    def add(self, flat: int) -> None:
+        """An expert is admitted outside its step: the newest, unless it is known."""
+        self._order.setdefault(flat)
+
     def oldest(self, count: int, view: View, same: BoolArray | None = None) -> list[int]:
         """Up to ``count`` evictable experts, oldest use first, of the slots that ``same`` admits."""
         chosen: list[int] = []
@@ -54,6 +58,8 @@ class Recency:
 class Lru(Policy):
     """One pool: a missed expert takes the slot of the one used longest ago, in whatever layer."""
 
+    plan_us = 6.0
+
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
         super().start(geometry, slots, costs, view)
         self._recency = Recency()
@@ -73,6 +79,8 @@ class LruPerLayer(Policy):
 
     A layer whose share is smaller than what one forward needs streams the rest.
     """
+
+    plan_us = 8.0
 
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
         super().start(geometry, slots, costs, view)

@@ -15,22 +15,32 @@ from daop.core import FloatArray, Geometry, Step
 from .base import POLICIES, Costs, Plan, Policy, View
 
 
+def uniform(geometry: Geometry, slots: int) -> list[int]:
+    """The same number of experts in every layer, lowest ids first."""
+    share, rest = divmod(slots, geometry.layers)
+    return [
+        geometry.flat(layer, expert)
+        for layer in range(geometry.layers)
+        for expert in range(min(share + (layer < rest), geometry.experts[layer]))
+    ]
+
+
+def by_frequency(frequency: FloatArray, slots: int) -> list[int]:
+    """The most frequent experts of all layers, most frequent first."""
+    chosen: list[int] = np.argsort(-frequency, kind="stable")[:slots].tolist()
+    return chosen
+
+
 @POLICIES.register("static")
 class Static(Policy):
     """The same number of experts in every layer, lowest ids first (no knowledge of the traffic)."""
 
     keeps_hot_set = True
+    plan_us = 3.0
 
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
         super().start(geometry, slots, costs, view)
-        per_layer = [slots // geometry.layers] * geometry.layers
-        for layer in range(slots % geometry.layers):
-            per_layer[layer] += 1
-        return [
-            geometry.flat(layer, expert)
-            for layer, count in enumerate(per_layer)
-            for expert in range(min(count, geometry.experts[layer]))
-        ]
+        return uniform(geometry, slots)
 
     def plan(self, step: Step, missing: Sequence[int], view: View) -> Plan:
         return Plan(host=missing)
@@ -47,18 +57,8 @@ class StaticFront(Static):
 
 @POLICIES.register("static_frequency")
 class StaticFrequency(Static):
-    """The experts that a profile saw most often, over all layers.
-
-    ``frequency`` [total]: how often each flat id was chosen on other traffic.
-    """
-
-    def __init__(self, frequency: FloatArray | None = None) -> None:
-        self.frequency = frequency
+    """The experts that the profile saw most often, over all layers (without a profile: ``static``)."""
 
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
-        uniform = super().start(geometry, slots, costs, view)
-        if self.frequency is None:
-            return uniform
-        order = np.argsort(-self.frequency, kind="stable")
-        chosen: list[int] = order[:slots].tolist()
-        return chosen
+        fallback = super().start(geometry, slots, costs, view)
+        return fallback if self.profile is None else by_frequency(self.profile.frequency, slots)

@@ -20,10 +20,15 @@ GARBAGE = -1
 
 
 class FlatCosts:
-    """Made-up costs: a copy takes three times as long as the host needs for the expert."""
+    """Made-up costs: a copy takes three times as long as the host needs for the expert, unless told."""
+
+    host_beside = True
+
+    def __init__(self, copy_seconds: float = 3e-4) -> None:
+        self.copy_seconds = copy_seconds
 
     def copy(self, flat: int) -> float:
-        return 3e-4
+        return self.copy_seconds
 
     def host(self, flat: int, tokens: int) -> float:
         return 1e-4 * tokens
@@ -125,9 +130,13 @@ class Spy(Policy):
         self.planned = Plan()
 
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
+        self.inner.profile = self.profile
         asked = self.inner.start(geometry, slots, costs, view)
         assert len(set(asked)) <= slots
         return asked
+
+    def begin_sequences(self, count: int) -> None:
+        self.inner.begin_sequences(count)
 
     def begin(self, phase: Phase, rows: int) -> None:
         self.inner.begin(phase, rows)
@@ -194,6 +203,7 @@ class Harness:
         class_of_layer: Sequence[int],
         decide: Callable[[int], int],
         faults: bool = True,
+        costs: FlatCosts | None = None,
     ) -> None:
         self.geometry = geometry
         self.residency = Residency(geometry, slots, class_of_layer)
@@ -203,7 +213,9 @@ class Harness:
         self.engine = RecordingEngine(self.residency, decide, faults)
         self.statistics = Statistics(geometry)
         self.spy = Spy(policy)
-        self.conductor = Conductor(self.spy, self.residency, self.engine, FlatCosts(), self.statistics)
+        self.conductor = Conductor(
+            self.spy, self.residency, self.engine, costs or FlatCosts(), self.statistics
+        )
         self.policy = policy
         self.forward = -1
         started = self.conductor.start()
@@ -215,7 +227,7 @@ class Harness:
     def run_forward(self, phase: Phase, chosen: Sequence[Sequence[tuple[int, int]]], rows: int) -> list[Work]:
         """``chosen[layer]``: (expert, tokens) pairs, ascending. Returns each layer's work."""
         self.forward += 1
-        self.conductor.begin(phase, rows)
+        self.conductor.begin(phase, rows, int(phase is Phase.PREFILL))
         return [self._layer(layer, phase, pairs, rows) for layer, pairs in enumerate(chosen)]
 
     def _layer(self, layer: int, phase: Phase, pairs: Sequence[tuple[int, int]], rows: int) -> Work:

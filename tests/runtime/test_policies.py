@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from recording_engine import Chaotic, Harness
+from recording_engine import Chaotic, FlatCosts, Harness
 
 from daop.core import Geometry, Phase
 from daop.runtime.policies.base import POLICIES, Policy
 
 NAMES = POLICIES.names()
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=60)
+RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=25)
 
 
 @st.composite
@@ -82,11 +82,16 @@ def test_invariants(name: str, shape: Any, random: Random, faults: bool) -> None
     check_invariants(POLICIES.get(name)(), shape, random.randrange, faults)
 
 
-@settings(RELAXED, max_examples=400)
+@settings(RELAXED, max_examples=300)
 @given(shape=geometries(), seed=st.integers(0, 2**32), faults=st.booleans())
 def test_invariants_hold_whatever_a_policy_does(shape: Any, seed: int, faults: bool) -> None:
     decide = Random(seed).randrange
     check_invariants(Chaotic(decide), shape, decide, faults)
+
+
+def landing(options: int) -> int:
+    """Every transfer under way lands at the next opportunity."""
+    return min(1, options - 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,10 +99,12 @@ def test_every_expert_in_fast_memory_ends_in_hits(name: str) -> None:
     """With a slot for every expert a policy may not go on missing for ever."""
     geometry = Geometry.uniform(3, 4, 2, 100)
     everything = [[(expert, 1) for expert in range(4)] for _ in range(3)]
-    harness = Harness(POLICIES.get(name)(), geometry, [12], [0] * 3, lambda n: n - 1, faults=False)
-    for _ in range(6):
+    harness = Harness(
+        POLICIES.get(name)(), geometry, [12], [0] * 3, landing, faults=False, costs=FlatCosts(1e-6)
+    )
+    for _ in range(12):
         works = harness.run_forward(Phase.DECODE, everything, 2)
-    if name != "on_demand":
+    if name != "on_demand":  # the only one that keeps nothing
         assert all(len(work.ready) == 4 for work in works)
 
 
