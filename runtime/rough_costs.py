@@ -16,6 +16,8 @@ ROW = 1e-5  # and for every further row
 class RoughCosts:
     """``policies.base.Costs`` of the device ``host`` before calibration."""
 
+    host_beside = False
+
     def __init__(self, geometry: Geometry) -> None:
         self._bytes_of = geometry.bytes_of
 
