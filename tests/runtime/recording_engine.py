@@ -263,8 +263,6 @@ class Harness:
         if flat in engine.under_way:
             engine.land(flat)
             self.conductor.arrived(flat)
-            if self.decide(2):  # an engine may report what was waited for once more
-                engine._arrived.append(flat)
         elif flat in engine._failed:  # it failed between plan and now
             engine._failed.remove(flat)
             self.conductor.lost(flat)
