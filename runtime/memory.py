@@ -98,7 +98,7 @@ def plan_memory(
         counts[layout] = counts.get(layout, 0) + count
     classes = [SlotClass(experts=count, slot_bytes=layout.nbytes) for layout, count in counts.items()]
     non_experts, itemsize = non_expert_memory(checkpoint, dtype)
-    config = checkpoint.skeleton.config
+    config = checkpoint.skeleton.model.config
     cache = kv_cache(config, context=context, batch=batch, itemsize=itemsize)
     largest = max(checkpoint.index.tensors[name].nbytes for name in checkpoint.other_tensors)
     running = staging * sum(kind.slot_bytes for kind in classes) + activation_memory(
@@ -135,16 +135,19 @@ def activation_memory(config: Any, *, context: int, batch: int, itemsize: int) -
     """A generous estimate of what a prefill of the whole context holds at once.
 
     Of every token ten vectors of the model's width, one of each chosen expert, the widest feed-forward; the
-    mask; scores of all heads where attention is not a fused kernel; and the last token's logits.
+    mask where there is one (a batch, a sliding window); scores of all heads where attention is not a fused
+    kernel; and the last token's logits.
     """
     text = config.get_text_config()
     rows = context * batch
     top_k = getattr(text, "num_experts_per_tok", None) or 1
     widest = max(text.hidden_size, *(getattr(text, name, None) or 0 for name in _WIDTHS))
     per_row = (10 + top_k) * text.hidden_size * max(itemsize, 2) + 3 * widest * 4
-    mask = batch * context * context * 4
-    eager = getattr(text, "_attn_implementation", None) == "eager" or config.model_type == "gpt_oss"
-    scores = mask // 4 * text.num_attention_heads * (4 + 2 * itemsize) if eager else 0
+    pairs = batch * context * context
+    eager = getattr(text, "_attn_implementation", None) == "eager"
+    scores = pairs * text.num_attention_heads * (4 + 2 * itemsize) if eager else 0
+    masked = eager or batch > 1 or getattr(text, "sliding_window", None)
+    mask = pairs * (1 + 4) if masked else 0  # of truth values, and of numbers made of it
     return int(rows * per_row + mask + scores + 3 * batch * text.vocab_size * 4)
 
 
