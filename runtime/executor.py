@@ -103,6 +103,7 @@ class HostExecutor:
         forecasts = self._forecast(layer, hidden)
         forecast = clock()
         self.conductor.look_ahead(step, forecasts)
+        self._transfers.kick()
         ready = clock()
         statistics.policy_seconds += planned - began + ready - forecast
         if forecasts:
@@ -148,6 +149,7 @@ class HostExecutor:
         idle = list(range(len(staging)))
         while outside and idle:
             self._stream_next(outside, idle, streams)
+        self._transfers.kick()
 
         if work.ready:
             compute.run(

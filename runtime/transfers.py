@@ -73,6 +73,7 @@ class FileTransfers:
         self._ended = threading.Condition(self._lock)
         self._demand: deque[Ticket] = deque()
         self._speculation: deque[Ticket] = deque()
+        self._new: list[Ticket] = []  # asked for, not yet handed to the pool
         self._slotted: dict[int, Ticket] = {}
         self._arrived: deque[int] = deque()
         self._failed: deque[int] = deque()
@@ -108,6 +109,7 @@ class FileTransfers:
         self._slotted[flat] = self._submit(flat, slab.array[slot], demand=demand, slotted=True)
 
     def promote(self, flat: int) -> None:
+        self.kick()
         with self._lock:
             ticket = self._slotted.get(flat)
             if ticket is None or ticket.demand:
@@ -118,6 +120,7 @@ class FileTransfers:
                 self._demand.append(ticket)
 
     def cancel(self, flat: int) -> bool:
+        self.kick()
         with self._lock:
             ticket = self._slotted.get(flat)
             if ticket is None or ticket.demand or ticket.started:
@@ -145,6 +148,19 @@ class FileTransfers:
 
     # -- what the executor needs beside ----------------------------------------------------------
 
+    def kick(self) -> None:
+        """Hand the fetches asked for since the last call to the pool, all at once: one lock, one wake-up."""
+        if not self._new:
+            return
+        chunks = 0
+        with self._lock:
+            for ticket in self._new:
+                (self._demand if ticket.demand else self._speculation).append(ticket)
+                self._queued_bytes += ticket.nbytes
+                chunks += ticket.open
+            self._new.clear()
+            self._work.notify(chunks)
+
     def ticket(self, flat: int) -> Ticket:
         """The fetch of an expert that holds a slot and is under way."""
         return self._slotted[flat]
@@ -157,6 +173,7 @@ class FileTransfers:
 
     def wait_any(self, tickets: Iterable[Ticket]) -> list[Ticket]:
         """Block until at least one has ended, and return all that have; raises DaopError on a failed read."""
+        self.kick()
         waited = list(tickets)
         with self._lock:
             while not (done := [ticket for ticket in waited if ticket.open == 0]):
@@ -174,6 +191,7 @@ class FileTransfers:
 
     def wait_idle(self) -> None:
         """Block until nothing is queued or being read, whatever its outcome."""
+        self.kick()
         with self._lock:
             while self._queued_bytes and any(thread.is_alive() for thread in self._threads):
                 self._ended.wait(WATCH_SECONDS)
@@ -205,10 +223,7 @@ class FileTransfers:
                 chunks.append((part.file, part.offset + start, out[at : at + size]))
             total += part.nbytes
         ticket = Ticket(flat, chunks, total, demand, slotted)
-        with self._lock:
-            (self._demand if demand else self._speculation).append(ticket)
-            self._queued_bytes += total
-            self._work.notify(len(chunks))
+        self._new.append(ticket)
         return ticket
 
     def _serve(self) -> None:
