@@ -1,1 +1,101 @@
-"""Hardware profiles (TOML), with the source of every figure."""
+"""Hardware profiles: described machines, one TOML file each, with the source of every figure.
+
+A file has ``name``, ``about``, ``tier`` and three tables. ``[figures]`` are the fields of
+``daop.runtime.costs.Hardware``; each stands also in ``[sources]`` (who measured it) or in ``[derived]``
+(by which rule it was made up from other figures). ``daop calibrate`` writes the same format.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+
+from daop.core import DaopError
+from daop.runtime.costs import Hardware
+
+FIGURES = frozenset(field.name for field in fields(Hardware)) - {"name", "tier"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareProfile:
+    """A machine and where its figures come from."""
+
+    hardware: Hardware
+    about: str
+    sources: dict[str, str]
+    derived: dict[str, str]
+
+
+def names() -> list[str]:
+    """The profiles that daop ships."""
+    files = resources.files("daop.hardware").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def load(name_or_path: str) -> HardwareProfile:
+    """A shipped profile by name, or a TOML file by path."""
+    path = Path(name_or_path)
+    if path.suffix == ".toml":
+        try:
+            return parse(path.read_text(), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise DaopError(f"cannot read the hardware profile {path} (--hardware): {error}") from error
+    if name_or_path not in names():
+        raise DaopError(
+            f"unknown hardware profile {name_or_path!r} (--hardware); known: {', '.join(names())}; "
+            "or give a .toml file, which `daop calibrate -o machine.toml` writes for the machine at hand"
+        )
+    return parse(resources.files("daop.hardware").joinpath(f"{name_or_path}.toml").read_text(), name_or_path)
+
+
+def parse(text: str, where: str) -> HardwareProfile:
+    """Read a profile; raises DaopError naming the figure that is missing, unknown or absurd."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise DaopError(f"the hardware profile {where} is not TOML: {error}") from error
+    unknown = set(data) - {"name", "about", "tier", "figures", "sources", "derived"}
+    tables = [data.get(table, {}) for table in ("figures", "sources", "derived")]
+    if unknown or not all(isinstance(table, dict) for table in tables):
+        raise DaopError(
+            f"the hardware profile {where} has entries that daop does not know: {sorted(unknown)}"
+        )
+    figures, sources, derived = tables
+    if set(figures) - FIGURES:
+        raise DaopError(f"the hardware profile {where} has unknown figures: {sorted(set(figures) - FIGURES)}")
+    bare = set(figures) - set(sources) - set(derived)
+    if bare:
+        raise DaopError(
+            f"the hardware profile {where} gives no source for {sorted(bare)} ([sources], [derived])"
+        )
+    try:
+        hardware = Hardware(name=str(data.get("name", where)), tier=data.get("tier", "device"), **figures)
+    except TypeError as error:
+        missing = str(error).split(":", 1)[-1].strip()
+        raise DaopError(f"the hardware profile {where} lacks figures: {missing}") from error
+    return HardwareProfile(
+        hardware=hardware,
+        about=str(data.get("about", "")),
+        sources={key: str(value) for key, value in sources.items()},
+        derived={key: str(value) for key, value in derived.items()},
+    )
+
+
+def render(profile: HardwareProfile) -> str:
+    """The profile as TOML."""
+    hardware = profile.hardware
+    usual = {field.name: field.default for field in fields(Hardware)}
+    figures = {n: getattr(hardware, n) for n in usual if n in FIGURES and getattr(hardware, n) != usual[n]}
+    lines = [f"name = {_quoted(hardware.name)}", f"about = {_quoted(profile.about)}"]
+    lines += [f"tier = {_quoted(hardware.tier)}", "", "[figures]"]
+    lines += [f"{name} = {value!r}" for name, value in figures.items()]
+    for title, table in (("sources", profile.sources), ("derived", profile.derived)):
+        lines += ["", f"[{title}]", *(f"{key} = {_quoted(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    clean = "".join(c if c.isprintable() else " " for c in text)
+    return '"' + clean.replace("\\", "\\\\").replace('"', '\\"') + '"'
