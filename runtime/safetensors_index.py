@@ -150,7 +150,8 @@ def _entry(path: Path, number: int, base: int, name: str, value: Any) -> TensorI
     """One verified header entry."""
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        whole = all(type(value) is int and value >= 0 for value in (*shape, begin, end))
+        # Bounded, so that a hostile shape cannot make the product below take for ever.
+        whole = len(shape) <= 16 and all(type(n) is int and 0 <= n < 2**63 for n in (*shape, begin, end))
     except (KeyError, TypeError, ValueError):
         whole = False
     if not whole or not isinstance(dtype, str):
