@@ -64,6 +64,6 @@ class Router:
         # (logits, weights, ids) in most families; (scores, logits) in llama4; logits alone in dbrx.
         logits = full[0] if ids is not None else full[-1]
         scores = logits.float().softmax(dim=-1)
-        return (
-            scores if ids is None else scores.scatter_add(-1, ids, torch.ones_like(ids, dtype=scores.dtype))
-        )
+        if ids is not None:
+            scores.scatter_add_(-1, ids, torch.ones_like(ids, dtype=scores.dtype))
+        return scores

@@ -9,6 +9,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,24 @@ def test_any_arrangement_gives_the_same_experts(
 def test_neighbours_are_one_read(original: Path) -> None:
     checkpoint = open_checkpoint(original)
     assert {len(checkpoint.ranges(flat)) for flat in range(checkpoint.geometry.total)} == {1}
+
+
+def test_neighbours_in_the_file_that_are_none_in_the_slot(tmp_path: Path) -> None:
+    """Parts of 480 bytes start at multiples of 64 in the slot, so there are gaps that the file has not."""
+    checkpoint = open_checkpoint(
+        tiny_models.save_tiny("qwen3_moe", tmp_path, dtype=torch.bfloat16, moe_intermediate_size=5)
+    )
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {len(checkpoint.ranges(flat)) for flat in range(checkpoint.geometry.total)} == {3}
+    for role, view in experts_of(checkpoint)[checkpoint.geometry.flat(1, 2)].items():
+        assert torch.equal(view, stored[GATE.replace("gate", role)])
+
+
+def test_neighbours_by_offset_in_two_files_are_two_reads(original: Path) -> None:
+    checkpoint = open_checkpoint(original)
+    (first, second, third), *others = checkpoint._places[0]
+    moved = (((first, (1, second[1]), third), *others), *checkpoint._places[1:])
+    assert [part.file for part in replace(checkpoint, _places=moved).ranges(0)] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "dbrx"])
