@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from daop.core import DaopError, Geometry
 
-from .parquet import FORMAT, VERSION, partial_folder
+from .parquet import FORMAT, OPTIONAL, VERSION, partial_folder
 from .trace import ABSENT, CountsTrace, Trace
 
 ROW_GROUP = 8192
@@ -89,6 +89,7 @@ class TraceWriter:
         self.path, self.geometry, self.source = Path(path), geometry, source or {}
         self.rows = 0
         self._parts: list[Path] = []
+        self._columns: list[str] | None = None
         self._folder = partial_folder(self.path)
         if self._folder.exists():
             raise DaopError(
@@ -104,6 +105,11 @@ class TraceWriter:
 
     def write(self, piece: Trace) -> None:
         """Append the tokens of ``piece`` (same geometry), as one or more row groups."""
+        columns = [c for c in OPTIONAL if getattr(piece, c) is not None]
+        if self._columns is None:
+            self._columns = columns
+        if columns != self._columns:
+            raise ValueError(f"{self.path} has the optional columns {self._columns}, this piece {columns}")
         for start in range(0, len(piece), ROW_GROUP):
             rows = piece.take(slice(start, start + ROW_GROUP))
             table = _token_table(Trace(**{**rows.__dict__, "geometry": self.geometry, "source": self.source}))

@@ -1,0 +1,113 @@
+"""MLP reuse: the small network of ``network.py``, its heads asking how soon an expert is wanted again."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import numpy as np
+
+from daop.core import FloatArray, Geometry
+
+from .base import PREDICTORS, Reuse, State
+from .data import Routing
+from .history import Context, Past
+from .network import Network, Weights, shapes, sigmoid
+
+# The heads forecast the chance of a use within so many tokens.
+WITHIN = (1, 2, 4, 12)
+CAP = 16
+
+
+def expected_wait(within: FloatArray) -> FloatArray:
+    """[..., F] chances of a use within ``WITHIN`` tokens to the expected wait, cut at ``CAP``.
+
+    The mean of a wait is the sum of the chances to wait longer than 0, 1, 2 ... tokens; chances between two
+    forecasts are interpolated, those after the last stay as it.
+    """
+    chances = np.maximum.accumulate(within, axis=-1)
+    return np.asarray(CAP - chances @ _interpolation(), dtype=np.float32)
+
+
+def _interpolation() -> FloatArray:
+    """[F] how many of the waits 0 .. CAP - 1 each forecast stands for."""
+    known = (0, *WITHIN, CAP)
+    share = np.zeros(len(known))
+    for wait in range(CAP):
+        upper = int(np.searchsorted(known, wait, side="right"))
+        lower = upper - 1
+        right = (wait - known[lower]) / (known[upper] - known[lower])
+        share[lower] += 1 - right
+        share[upper] += right
+    share[-2] += share[-1]
+    return share[1:-1].astype(np.float32)
+
+
+@PREDICTORS.register("mlp_reuse")
+class MlpReuse(Reuse):
+    """Needs routing history only; cheap enough to ask after every layer."""
+
+    def __init__(
+        self,
+        *,
+        width: int = 96,
+        epochs: int = 4,
+        batch: int = 256,
+        learning_rate: float = 0.003,
+        weight_decay: float = 0.05,
+        dropout: float = 0.1,
+        max_tokens: int = 80_000,
+        seed: int = 0,
+    ) -> None:
+        self.width = width
+        self.epochs = epochs
+        self.batch = batch
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.dropout = dropout
+        self.max_tokens = max_tokens
+        self.seed = seed
+
+    def fit(self, data: Routing) -> Self:
+        return self._fit(data, None)
+
+    def update(self, data: Routing) -> Self:
+        self.geometry_.check_same_shape(data.geometry, "the predictor", "the trace")
+        return self._fit(data, self.network_.weights)
+
+    def _fit(self, data: Routing, start: Weights | None) -> Self:
+        from .network_fit import ReuseTask, Schedule, fit
+
+        self.check_needs(data)
+        weights = fit(data, Schedule.of(self), ReuseTask(WITHIN), start)
+        self.geometry_ = data.geometry
+        self.network_ = Network(weights, data.geometry, "mlp_reuse")
+        return self
+
+    def chances(self, context: Context) -> FloatArray:
+        """[T, E of ``context.layer``, F] chance of a use within ``WITHIN`` tokens."""
+        layer, offsets = context.layer, self.geometry_.offsets
+        experts = np.arange(offsets[layer], offsets[layer + 1])
+        just = (context.chosen[:, layer, :, None] == experts).any(axis=1)
+        each = [self.network_.logits(context, f, layer, just) for f in range(len(WITHIN))]
+        return sigmoid(np.stack(each, axis=-1))
+
+    def all_chances(self, context: Context) -> FloatArray:
+        """[T, total, F] the same for every layer."""
+        parts = []
+        for layer in range(self.geometry_.layers):
+            context.layer = layer
+            parts.append(self.chances(context))
+        return np.concatenate(parts, axis=1)
+
+    def wait(self, context: Context, after: Past) -> FloatArray:
+        return expected_wait(self.all_chances(context))
+
+    def state(self) -> State:
+        return State(arrays=dict(self.network_.weights))
+
+    def restore(self, state: State, geometry: Geometry) -> Self:
+        expected = shapes(geometry, self.width, len(WITHIN))
+        weights = {name: state.arrays[name].reshape(shape) for name, shape in expected.items()}
+        self.geometry_ = geometry
+        self.network_ = Network(weights, geometry, "mlp_reuse")
+        return self
