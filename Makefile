@@ -28,7 +28,7 @@ clean:
 	rm -rf $(VENV) build dist daop.egg-info
 
 # The stamp comes last, so that an interrupted installation is taken up again.
-$(STAMP): pyproject.toml constraints-dev.txt $(wildcard setup.py)
+$(STAMP): pyproject.toml constraints-dev.txt setup.py $(wildcard runtime/csrc/*)
 	@python=$$(bash .ci/find-python "$(PYTHON)") || exit 1; \
 	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 	  echo "making $(VENV) with $$($$python --version)"; \

@@ -1,0 +1,193 @@
+"""``daop run``: generate text with a model whose experts may not fit in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Option
+
+from daop import machine
+from daop.cli.output import Output, mended
+from daop.config import DEFAULT_POLICY, RunConfig, fast_memory_bytes, policy_options
+from daop.core import DaopError
+from daop.prompts import Message, Prompt, encode, from_text, read_prompts
+from daop.runtime.policies.base import POLICIES
+
+if TYPE_CHECKING:
+    from daop.api import Runtime
+    from daop.generation import Generation
+
+POLICY_HELP = f"Placement policy: {', '.join(POLICIES.names())}; or module:Class for your own."
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="A folder of safetensors, or a hub id (owner/name).")],
+    prompt: Annotated[list[str] | None, Option(help="A prompt; may be given several times.")] = None,
+    prompts: Annotated[
+        Path | None, Option(metavar="FILE", help="Prompts: text, one a line, or .jsonl.")
+    ] = None,
+    limit: Annotated[int | None, Option(min=1, help="Use only so many prompts of the file.")] = None,
+    max_new_tokens: Annotated[int, Option(min=1, help="Tokens to generate for each answer, at most.")] = 64,
+    policy: Annotated[str, Option(help=POLICY_HELP)] = DEFAULT_POLICY,
+    policy_option: Annotated[
+        list[str] | None, Option(metavar="NAME=VALUE", help="An option of the policy.")
+    ] = None,
+    fast_memory: Annotated[
+        str | None,
+        Option(
+            metavar="SIZE", help="Memory for resident experts, like 2GiB; auto (default): as many as fit."
+        ),
+    ] = None,
+    ecr: Annotated[
+        float | None, Option(help="Share of the experts that is resident instead, 0 to 1.")
+    ] = None,
+    device: Annotated[str, Option(help="Where experts are computed.")] = "host",
+    direct_io: Annotated[bool, Option("--direct-io", help="Read past the page cache.")] = False,
+    dtype: Annotated[
+        str | None, Option(help="Numbers outside the experts: bfloat16, float16 or float32.")
+    ] = None,
+    threads: Annotated[int | None, Option(min=1, help="Threads that compute (default: one a core).")] = None,
+    context: Annotated[int, Option(min=1, help="Tokens of a prompt and its answer to plan for.")] = 2048,
+    batch: Annotated[int, Option(min=1, help="Prompts that are run side by side.")] = 1,
+    temperature: Annotated[float, Option(min=0.0, help="0: the likeliest token; above 0: sample.")] = 0.0,
+    seed: Annotated[int, Option(min=0, help="Seed of the sampling.")] = 0,
+    json: Annotated[
+        str | None, Option(metavar="FILE", help="Write every figure as JSON; - for standard output.")
+    ] = None,
+) -> None:
+    """Generate text with a model of yours."""
+    output = Output(json)
+    asked = gather(prompt or [], prompts, limit)
+    POLICIES.get(policy)  # a misspelt name is said before a model is loaded
+    config = RunConfig(
+        model=model,
+        device=device,
+        policy=policy,
+        policy_options=policy_options(policy_option or []),
+        fast_memory=fast_memory_bytes(fast_memory),
+        ecr=ecr,
+        direct_io=direct_io,
+        dtype=dtype,
+        threads=threads,
+        context=context,
+        batch=min(batch, len(asked)),
+        seed=seed,
+    ).resolved(machine.read_cpu())
+    with mended(), load(config, output) as runtime:
+        output.say(runtime.plan.reason, style="dim")
+        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
+        batches = converse(runtime, config, asked, max_new_tokens, output, sampling)
+        report(runtime, batches, output)
+
+
+def gather(texts: Sequence[str], file: Path | None, limit: int | None) -> list[Prompt]:
+    """The prompts of the command line."""
+    if bool(texts) == (file is not None):
+        raise DaopError("give either --prompt TEXT (once or more) or --prompts FILE")
+    return read_prompts(file, limit) if file is not None else [from_text(text) for text in texts]
+
+
+def load(config: RunConfig, output: Output) -> Runtime:
+    """The model, with progress shown while it is loaded."""
+    with output.progress() as progress:
+        progress("importing torch and transformers", 0.0)
+        import torch
+        from transformers.utils import logging
+
+        import daop
+
+        logging.disable_progress_bar()  # ours says more
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)  # torch counts the machine's cores, not a container's
+        return daop.load(config.model, **config.load_options(), progress=progress)
+
+
+def converse(
+    runtime: Runtime,
+    config: RunConfig,
+    asked: Sequence[Prompt],
+    max_new_tokens: int,
+    output: Output,
+    options: dict[str, Any],
+) -> list[list[Generation]]:
+    """Run every prompt, ``config.batch`` at a time, and the later turns of conversations after them.
+
+    All prompts are turned into tokens and measured against ``--context`` before the first one runs.
+    """
+    for prompt in asked:
+        _check_room(encode(prompt.messages, runtime.tokenizer, prompt.source), prompt, config, max_new_tokens)
+    batches: list[list[Generation]] = []
+    for start in range(0, len(asked), config.batch):
+        group = asked[start : start + config.batch]
+        said: list[list[Message]] = [list(prompt.messages) for prompt in group]
+        for turn in range(1 + max(len(prompt.turns) for prompt in group)):
+            rows = [row for row, prompt in enumerate(group) if turn <= len(prompt.turns)]
+            if turn:
+                for row in rows:
+                    said[row].append({"role": "user", "content": group[row].turns[turn - 1]})
+            ids = []
+            for row in rows:
+                ids.append(encode(said[row], runtime.tokenizer, group[row].source))
+                _check_room(ids[-1], group[row], config, max_new_tokens)
+            titles = [
+                f"[{start + row + 1}/{len(asked)}] {' '.join(said[row][-1]['content'].split())}"
+                for row in rows
+            ]
+            answers = _answer(runtime, ids, titles, max_new_tokens, output, options)
+            for row, answer in zip(rows, answers, strict=True):
+                said[row].append({"role": "assistant", "content": answer.text})
+            batches.append(answers)
+    return batches
+
+
+def _answer(
+    runtime: Runtime,
+    ids: list[list[int]],
+    titles: list[str],
+    max_new_tokens: int,
+    output: Output,
+    options: dict[str, Any],
+) -> list[Generation]:
+    """One call of generate: a single answer is shown as it comes, several after they are complete."""
+    if len(ids) == 1:
+        output.say(shorten(titles[0]), style="bold cyan")
+        answers = runtime.generate(
+            ids, max_new_tokens, on_text=lambda _, text: output.stream(text), **options
+        )
+        output.say("\n")
+        return answers
+    answers = runtime.generate(ids, max_new_tokens, **options)
+    for title, answer in zip(titles, answers, strict=True):
+        output.say(shorten(title), style="bold cyan")
+        output.stream(answer.text)
+        output.say("\n")
+    return answers
+
+
+def _check_room(ids: Sequence[int], prompt: Prompt, config: RunConfig, max_new_tokens: int) -> None:
+    need = len(ids) + max_new_tokens
+    if need > config.context:
+        raise DaopError(
+            f"{prompt.source}: {len(ids)} tokens of prompt and --max-new-tokens {max_new_tokens} exceed the "
+            f"--context {config.context} that memory is planned for: give --context {need}, or fewer tokens"
+        )
+
+
+def report(runtime: Runtime, batches: list[list[Generation]], output: Output) -> dict[str, Any]:
+    """The closing table, and the same figures as JSON."""
+    from daop.report.figures import run_figures
+    from daop.report.tables import run_table
+
+    figures = run_figures(runtime.statistics(), batches)
+    output.table(run_table([figures]))
+    output.json(figures)
+    return figures
+
+
+def shorten(text: str, width: int = 100) -> str:
+    """At most ``width`` characters, without any that would move a terminal's cursor."""
+    clean = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return clean if len(clean) <= width else clean[: width - 1] + "…"
