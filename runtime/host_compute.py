@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from daop.core import FloatArray, IntArray
 
 from .layout import ExpertForm, ExpertLayout
-from .native import PAD, Kernels, describe_form, load_kernels, round_up
+from .native import Kernels, describe_form, load_kernels, padded
 
 FEW_ROWS = 16  # up to here reading the weights costs more than multiplying
 NATIVE_VALUES = 1 << 24  # outputs of one native call, at most (if of several experts): 64 MiB
@@ -176,7 +176,7 @@ class HostExperts:
             pairs = batch.pairs[spans[0][0] : spans[-1][1]]
         else:
             pairs = np.concatenate([batch.pairs[begin:end] for begin, end in spans])
-        scratch = self._at_least(len(pairs) * round_up(self.form.intermediate, PAD))
+        scratch = self._at_least(len(pairs) * padded(self.form.intermediate))
         out = torch.empty(len(pairs), self.form.hidden)
         slots = [address for _, address in group]
         kernels.run(form, batch.prepared, slots, starts, pairs, batch.weights, batch.top_k, scratch, out)

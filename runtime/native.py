@@ -82,6 +82,8 @@ class Kernels:
         self._run = library.daop_run
         self._run.argtypes = [ctypes.c_int, pointer, pointer, ctypes.c_uint]
         self._run.restype = None
+        self._read = library.daop_read
+        self._read.argtypes = [ctypes.c_int, pointer, number, pointer, ctypes.c_uint]
         self._add = library.daop_add
         self._add.argtypes = [pointer, pointer, number, number, number, pointer]
         self._add.restype = None
@@ -93,7 +95,7 @@ class Kernels:
     def prepare(self, form: CForm, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, H], contiguous, as the kernels read them: float32 [T, padded H]."""
         rows, width = hidden.shape
-        out = torch.empty(rows, round_up(width, PAD))
+        out = torch.empty(rows, padded(width))
         pairs = form.dtype == DTYPE_CODES["BF16"] and not form.transposed
         code = HIDDEN_CODES[hidden.dtype]
         self._prepare(self.index, hidden.data_ptr(), code, rows, width, pairs, out.shape[1], out.data_ptr())
@@ -128,7 +130,7 @@ class Kernels:
             count,
             top_k,
             x.shape[1],
-            round_up(form.inner, PAD),
+            padded(form.inner),
         )
         self._run(self.index, ctypes.addressof(call), self._parallel, torch.get_num_threads())
 
@@ -136,9 +138,16 @@ class Kernels:
         """total[pairs // top_k] += rows, one row after the other; float32."""
         self._add(rows.data_ptr(), pairs.ctypes.data, len(pairs), top_k, total.shape[1], total.data_ptr())
 
+    def read(self, memory: torch.Tensor) -> None:
+        """Read a tensor's bytes (but for the last few) and do nothing else: the bound of ``run``."""
+        size = memory.nbytes // 512 * 512
+        self._read(self.index, memory.data_ptr(), size, self._parallel, torch.get_num_threads())
 
-def round_up(n: int, step: int) -> int:
-    return -(-n // step) * step
+
+def padded(width: int) -> int:
+    """Values of a row of activations: whole steps of the widest kernel, and not a power of two, since rows
+    that lie a multiple of 4 KiB apart would contend for the same lines of the first cache."""
+    return -(-width // PAD) * PAD + PAD
 
 
 def describe_form(layout: ExpertLayout, form: ExpertForm) -> CForm | None:

@@ -21,10 +21,11 @@
 
 namespace {
 
-constexpr int64_t TILE_ROWS = 16;      // of [out, in] weights: what a thread takes at a time
+constexpr int64_t TILE_ROWS = 64;      // of [out, in] weights: what a thread takes at a time
 constexpr int64_t TILE_COLUMNS = 128;  // of [in, out] weights: wide enough to read whole lines
 constexpr int64_t TOKENS = 16;         // per expert and pass over a tile
-constexpr int PREFETCH = 1024;         // bytes ahead in each row
+constexpr int64_t STRETCH = 512;       // values of GROUP rows that many tokens share in the first cache
+constexpr int64_t GROUP = 8;
 
 INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
@@ -69,27 +70,19 @@ INLINE float activate(const Form& form, float gate, float up) {
 #define VARIANT portable
 #define LANES 4
 #define TARGET
-#if defined(__aarch64__)
-#define MANY_REGISTERS 1
-#else
-#define MANY_REGISTERS 0
-#endif
 #include "kernels.inc"
 #undef VARIANT
 #undef LANES
 #undef TARGET
-#undef MANY_REGISTERS
 
 #if defined(__x86_64__)
 #define VARIANT avx2
 #define LANES 8
 #define TARGET __attribute__((target("avx2,fma,f16c")))
-#define MANY_REGISTERS 0
 #include "kernels.inc"
 #undef VARIANT
 #undef LANES
 #undef TARGET
-#undef MANY_REGISTERS
 
 #define VARIANT avx512
 #define LANES 16
@@ -98,7 +91,6 @@ INLINE float activate(const Form& form, float gate, float up) {
 #else
 #define TARGET __attribute__((target("avx512f,avx2,fma,f16c")))
 #endif
-#define MANY_REGISTERS 1
 #include "kernels.inc"
 #endif
 
@@ -106,6 +98,7 @@ struct Variant {
   const char* name;
   decltype(&portable::prepare) prepare;
   decltype(&portable::tile) tile;
+  decltype(&portable::read) read;
 };
 
 // What this CPU can run, best first; ended by an entry without a name.
@@ -122,13 +115,13 @@ const Variant* supported() {
 #else
     const bool avx512f = __builtin_cpu_supports("avx512f");
 #endif
-    if (avx2 && avx512f) found[n++] = {"avx512", avx512::prepare, avx512::tile};
-    if (avx2) found[n++] = {"avx2", avx2::prepare, avx2::tile};
+    if (avx2 && avx512f) found[n++] = {"avx512", avx512::prepare, avx512::tile, avx512::read};
+    if (avx2) found[n++] = {"avx2", avx2::prepare, avx2::tile, avx2::read};
 #endif
 #if defined(__aarch64__)
-    found[n++] = {"neon", portable::prepare, portable::tile};
+    found[n++] = {"neon", portable::prepare, portable::tile, portable::read};
 #else
-    found[n++] = {"portable", portable::prepare, portable::tile};
+    found[n++] = {"portable", portable::prepare, portable::tile, portable::read};
 #endif
     return found;
   }();
@@ -160,6 +153,22 @@ struct Work {
   }
 };
 
+// Reading as threads read weights: chunk by chunk, each taken by whoever gets to it.
+struct Read {
+  static constexpr int64_t CHUNK = 1 << 16;
+  const Variant* variant;
+  const char* from;
+  int64_t bytes;
+  std::atomic<int64_t> next{0};
+  std::atomic<uint32_t> sum{0};
+
+  static void run(void* self) {
+    Read& work = *static_cast<Read*>(self);
+    for (int64_t at; (at = work.next.fetch_add(CHUNK, std::memory_order_relaxed)) < work.bytes;)
+      work.sum ^= work.variant->read(work.from + at, work.bytes - at < CHUNK ? work.bytes - at : CHUNK);
+  }
+};
+
 // GOMP_parallel's signature: runs the function on a team of so many threads and waits for all.
 typedef void (*Parallel)(void (*)(void*), void*, unsigned threads, unsigned flags);
 
@@ -186,6 +195,19 @@ void daop_run(int variant, const Call* call, Parallel parallel, unsigned threads
     else
       Work::run(&work);
   }
+}
+
+// Reads memory and does nothing else, to measure its bandwidth; bytes is a multiple of 512.
+uint32_t daop_read(int variant, const void* from, int64_t bytes, Parallel parallel, unsigned threads) {
+  Read work;
+  work.variant = &supported()[variant];
+  work.from = static_cast<const char*>(from);
+  work.bytes = bytes;
+  if (parallel && threads > 1)
+    parallel(Read::run, &work, threads, 0);
+  else
+    Read::run(&work);
+  return work.sum;
 }
 
 // sum[pairs[i] / top_k] += rows[i], one row after the other.

@@ -1,0 +1,161 @@
+"""How close to the memory's speed are experts computed on the host?
+
+    python benchmarks/expert_kernels.py [--shape 2048x1024:8/64 --shape 4096x14336:2/8] [--tokens 1 4 16]
+                                        [--dtype BF16] [--repeats 9] [--variant avx2]
+
+For every shape (hidden x intermediate : chosen / experts) and number of tokens per expert, one after the
+other within each repeat, on other experts each time: reading the chosen experts' bytes and nothing else (the
+better of our own read loop and torch.sum), daop's native kernels, daop's torch path, and torch's products in
+the weights' dtype (what transformers' eager experts do). Medians; shares and ratios are formed within each
+repeat. Prints a table and, last, one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from daop.runtime.host_compute import HostExperts
+from daop.runtime.layout import ExpertForm, ExpertLayout
+from daop.runtime.native import Kernels, library_path, load_kernels
+
+
+def silu_gate(fused: torch.Tensor) -> torch.Tensor:
+    gate, up = fused.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+class Case:
+    """Random experts of one shape, and the four ways to pass over some of them."""
+
+    def __init__(
+        self, hidden: int, inner: int, chosen: int, count: int, dtype: str, kernels: Kernels
+    ) -> None:
+        self.layout = ExpertLayout.pack(
+            [("gate_up", (2 * inner, hidden), dtype), ("down", (hidden, inner), dtype)]
+        )
+        form = ExpertForm(
+            hidden=hidden,
+            intermediate=inner,
+            has_gate=True,
+            has_bias=False,
+            transposed=False,
+            interleaved=False,
+            activation="silu",
+            apply_gate=silu_gate,
+        )
+        self.chosen, self.hidden, self.kernels = chosen, hidden, kernels
+        self.slab = torch.zeros(count, self.layout.nbytes, dtype=torch.uint8)
+        self.parts = [self.layout.views(slot) for slot in self.slab]
+        noise = torch.randn(1 << 20) * hidden**-0.5
+        for parts in self.parts:
+            for view in parts.values():
+                flat = view.view(-1)
+                for at in range(0, flat.numel(), noise.numel()):
+                    flat[at : at + noise.numel()].copy_(noise[: flat.numel() - at])
+        self.native = HostExperts(self.layout, form, count, kernels=kernels)
+        self.torch = HostExperts(self.layout, form, count, kernels=None)
+        self.dtype = self.parts[0]["down"].dtype
+
+    def pick(self) -> list[int]:
+        return sorted(random.sample(range(len(self.slab)), self.chosen))
+
+    def read(self, experts: list[int], _: int) -> None:
+        for expert in experts:
+            self.kernels.read(self.slab[expert])
+
+    def sum(self, experts: list[int], _: int) -> None:
+        for expert in experts:
+            self.slab[expert].view(torch.float32).sum()
+
+    def daop(self, host: HostExperts, experts: list[int], tokens: int) -> torch.Tensor:
+        ids = torch.tensor(experts).expand(tokens, -1)
+        weights = torch.full(ids.shape, 1 / len(experts))
+        batch = host.begin(torch.ones(tokens, self.hidden, dtype=self.dtype), ids, weights)
+        host.run(batch, experts, [self.slab[expert] for expert in experts])
+        return host.finish(batch)
+
+    def eager(self, experts: list[int], tokens: int) -> torch.Tensor:
+        x = torch.ones(tokens, self.hidden, dtype=self.dtype)
+        out = torch.zeros_like(x)
+        for expert in experts:
+            inner = silu_gate(functional.linear(x, self.parts[expert]["gate_up"]))
+            out += functional.linear(inner, self.parts[expert]["down"]) / len(experts)
+        return out
+
+
+def seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def measure(case: Case, tokens: int, repeats: int) -> dict[str, float]:
+    ways: dict[str, Callable[[list[int], int], object]] = {
+        "read": case.read,
+        "sum": case.sum,
+        "native": lambda experts, n: case.daop(case.native, experts, n),
+        "torch": lambda experts, n: case.daop(case.torch, experts, n),
+        "eager": case.eager,
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(repeats + 1):
+        for name, run in ways.items():
+            experts = case.pick()
+            taken = seconds(lambda run=run, experts=experts: run(experts, tokens))  # type: ignore[misc]
+            if repeat:  # the first one warms up
+                times[name].append(taken)
+    nbytes = case.chosen * case.layout.stored_bytes
+    bandwidth = [nbytes / min(a, b) for a, b in zip(times["read"], times["sum"], strict=True)]
+    shares = [nbytes / t / b for t, b in zip(times["native"], bandwidth, strict=True)]
+    gains = [min(a, b) / t for a, b, t in zip(times["torch"], times["eager"], times["native"], strict=True)]
+    result = {f"{name}_ms": 1e3 * statistics.median(values) for name, values in times.items()}
+    result["read_gb_per_s"] = statistics.median(bandwidth) / 1e9
+    result["share_of_bandwidth"] = statistics.median(shares)
+    result["times_torch"] = statistics.median(gains)
+    result["share_min"], result["share_max"] = min(shares), max(shares)
+    return result
+
+
+def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--shape", action="append", help="hidden x intermediate : chosen / experts")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--dtype", default="BF16", choices=["BF16", "F16", "F32"])
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--variant", default="")
+    options = parser.parse_args()
+    path = library_path()
+    kernels = Kernels(path, options.variant) if path and options.variant else load_kernels()
+    if kernels is None:
+        parser.error("the native kernels are not built; build them with: python -m daop.runtime.native")
+    random.seed(0)
+    results = []
+    print(f"{kernels.variant}, {torch.get_num_threads()} threads, {options.dtype}, {options.repeats} repeats")
+    print("shape               tokens  read GB/s  native ms  torch ms  eager ms  of bandwidth      x torch")
+    for shape in options.shape or ["2048x1024:8/64", "4096x14336:2/8"]:
+        hidden, inner, chosen, count = (int(number) for number in re.split("[x:/]", shape))
+        case = Case(hidden, inner, chosen, count, options.dtype, kernels)
+        for tokens in options.tokens:
+            got = measure(case, tokens, options.repeats)
+            results.append({"shape": shape, "tokens": tokens, **got})
+            print(
+                f"{shape:20}{tokens:6} {got['read_gb_per_s']:10.1f} {got['native_ms']:10.2f} "
+                f"{got['torch_ms']:9.2f} {got['eager_ms']:9.2f}  {got['share_of_bandwidth']:4.0%} "
+                f"({got['share_min']:.0%}..{got['share_max']:.0%}) {got['times_torch']:7.2f}"
+            )
+        del case
+    print(json.dumps({"variant": kernels.variant, "threads": torch.get_num_threads(), "results": results}))
+
+
+if __name__ == "__main__":
+    main()
