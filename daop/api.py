@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from daop.core import DaopError, Geometry, Phase
+from daop.core import DaopError, Geometry
+from daop.forward_watch import ForwardWatch
 from daop.generation import Generation, OnText, generate, stream
 from daop.runtime.checkpoint import Checkpoint, open_checkpoint
 from daop.runtime.conductor import Conductor
@@ -23,7 +23,8 @@ from daop.runtime.files import FileReader
 from daop.runtime.host_compute import HostExperts
 from daop.runtime.memory import MemoryPlan, plan_memory
 from daop.runtime.model import BuiltModel, build_model
-from daop.runtime.policies.base import POLICIES, Policy
+from daop.runtime.policies.base import Policy, make_policy
+from daop.runtime.profile import Profile
 from daop.runtime.recording import Recorder
 from daop.runtime.residency import Residency
 from daop.runtime.rough_costs import RoughCosts
@@ -55,6 +56,7 @@ def load(
     batch: int = 1,
     seed: int = 0,
     policy_options: dict[str, Any] | None = None,
+    profile: str | Path | None = None,
     recorder: Callable[[Geometry], Recorder] | None = None,
     progress: Progress | None = None,
 ) -> Runtime:
@@ -62,17 +64,18 @@ def load(
 
     ``model``: a Hugging Face directory or hub id of safetensors. ``fast_memory`` (bytes, or "2GiB") or
     ``ecr`` (share of the routed experts) set the hot set's size; with neither it is chosen to fit this
-    machine. ``policy``: a name of ``POLICIES``, ``module:Class``, or a policy object. ``dtype``: that of
+    machine. ``policy``: a name of ``POLICIES``, ``module:Class``, or a policy object;
+    ``profile``: a folder with what other traffic taught. ``dtype``: that of
     everything but the routed experts, which are computed as stored. ``context`` and ``batch`` are what
     the KV cache is planned for. Raises DaopError with the remedy when something does not fit.
     """
     if device != "host":
         raise DaopError(f"--device {device} is not known here; known: host")
     say = progress or (lambda _, __: None)
-    chosen = make_policy(policy, policy_options or {})
     torch.manual_seed(seed)
     say("reading the checkpoint's headers", 0.0)
     checkpoint = open_checkpoint(model)
+    chosen = policy if isinstance(policy, Policy) else _policy(policy, policy_options, profile, checkpoint)
     plan = plan_memory(
         checkpoint,
         fast_memory=fast_memory,
@@ -96,16 +99,16 @@ def load(
     )
 
 
-def make_policy(policy: str | Policy, options: dict[str, Any]) -> Policy:
-    """A policy object from its name and its constructor's options, which must all be known to it."""
-    if isinstance(policy, Policy):
-        return policy
-    kind = POLICIES.get(policy)
-    known = set(inspect.signature(kind).parameters)
-    if unknown := set(options) - known:
-        has = ", ".join(sorted(known)) or "none"
-        raise DaopError(f"policy {policy!r} has no option {', '.join(sorted(unknown))}; it has: {has}")
-    return kind(**options)
+def _policy(
+    name: str, options: dict[str, Any] | None, profile: str | Path | None, checkpoint: Checkpoint
+) -> Policy:
+    taught = Profile.load(Path(profile), checkpoint.geometry) if profile is not None else None
+    policy = make_policy(name, taught, options)
+    if policy.needs_future:
+        raise DaopError(
+            f"--policy {name} must know the future, which only a simulated run does: daop compare"
+        )
+    return policy
 
 
 class Runtime:
@@ -128,7 +131,6 @@ class Runtime:
         self.policy_name = policy_name
         self.checkpoint = checkpoint
         self.geometry = checkpoint.geometry
-        self._sequence = 0  # first number of the running batch's rows in the trace
         self._built = build_model(checkpoint, self._experts, dtype=_torch_dtype(dtype))
         self.model = self._built.model
         self.tokenizer = _tokenizer(checkpoint.path)
@@ -139,9 +141,7 @@ class Runtime:
         self._transfers = FileTransfers(checkpoint, memory, self._reader, threads=READ_THREADS)
         self._residency = Residency(self.geometry, plan.slots, memory.class_of_layer)
         self._executor = self._make_executor(policy, self._built, threads, recorder)
-        self._recorder = recorder
-        self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        self.model.register_forward_hook(self._after_forward)
+        self._watch = ForwardWatch(self.model, self._executor)
         try:
             self._executor.start()
         except BaseException:
@@ -194,7 +194,7 @@ class Runtime:
             stop=stop,
             **options,
         )
-        self._sequence += len(ids)
+        self._watch.next_sequences(len(ids))
         return answers
 
     def stream(self, prompt: str | Sequence[int], max_new_tokens: int = 64, **options: Any) -> Iterator[str]:
@@ -275,46 +275,11 @@ class Runtime:
     ) -> None:
         self.close()
 
-    # -- what the model calls --------------------------------------------------------------------
-
     def _experts(
         self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
+        """What transformers' experts modules call."""
         return self._executor(layer, hidden, ids, weights)
-
-    def _before_forward(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """transformers calls the model: prefill, or one token for each sequence?"""
-        tokens = kwargs.get("input_ids")
-        if tokens is None:
-            tokens = kwargs.get("inputs_embeds", args[0] if args else None)
-        if tokens is None:
-            return
-        rows, length = int(tokens.shape[0]), int(tokens.shape[1])
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))  # the name before transformers 5.20
-        seen = int(cache.get_seq_length()) if cache is not None else 0
-        phase = Phase.DECODE if length == 1 and seen > 0 else Phase.PREFILL
-        self._executor.begin_forward(phase, rows * length)
-        if self._executor.recorder is not None:
-            self._executor.recorder.begin_forward(
-                phase, range(self._sequence, self._sequence + rows), *_positions(kwargs, rows, length, seen)
-            )
-
-    def _after_forward(self, *_: Any) -> None:
-        if self._executor.recorder is not None:
-            self._executor.recorder.end_forward()
-
-
-def _positions(
-    kwargs: dict[str, Any], rows: int, length: int, seen: int
-) -> tuple[np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.bool_]]]:
-    """Position of every token in its own sequence [B, S], and which are not padding [B, S]."""
-    mask = kwargs.get("attention_mask")
-    if mask is None or mask.dim() != 2 or mask.shape[1] != seen + length:
-        at = np.arange(seen, seen + length, dtype=np.int32)
-        return np.tile(at, (rows, 1)), np.ones((rows, length), dtype=np.bool_)
-    marks = mask.numpy().astype(np.int32)
-    at = (np.cumsum(marks, axis=1) - 1)[:, seen:].astype(np.int32)
-    return at, marks[:, seen:].astype(np.bool_)
 
 
 def _torch_dtype(name: str | None) -> torch.dtype | None:

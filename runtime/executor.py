@@ -14,7 +14,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from daop.core import FloatArray, Forecast, Phase, Step
 
@@ -69,6 +71,7 @@ class HostExecutor:
         self._checked = bytearray(checkpoint.geometry.total)  # experts whose bytes were looked at once
         self._phase = Phase.PREFILL
         self._forward = -1
+        self._real: NDArray[np.intp] | None = None
 
     def start(self) -> None:
         """Load what the policy wants in fast memory before the first token."""
@@ -78,11 +81,18 @@ class HostExecutor:
                 self.conductor.arrived(ticket.flat)
                 del waiting[ticket.flat]
 
-    def begin_forward(self, phase: Phase, rows: int) -> None:
-        """The model is about to run ``rows`` tokens through all its layers."""
+    def begin_forward(
+        self, phase: Phase, rows: int, new_sequences: int = 0, real: NDArray[np.intp] | None = None
+    ) -> None:
+        """The model is about to run ``rows`` tokens through all its layers.
+
+        ``new_sequences``: for how many sequences it is the first pass; ``real``: which of the rows are
+        recorded (None: all), for padding is computed but is nobody's traffic.
+        """
         self._phase = phase
         self._forward += 1
-        self.conductor.begin(phase, rows)
+        self._real = real
+        self.conductor.begin(phase, rows, new_sequences)
 
     @torch.inference_mode()
     def __call__(
@@ -95,7 +105,7 @@ class HostExecutor:
         batch = compute.begin(hidden, ids, weights)
         step = self._step(layer, batch)
         if self.recorder is not None:
-            self.recorder.record(layer, ids.numpy(), weights.float().numpy())
+            self._record(self.recorder, layer, ids, weights)
 
         began = clock()
         work = self.conductor.plan(step)
@@ -200,6 +210,12 @@ class HostExecutor:
         if not self._checked[flat]:
             self.checkpoint.layouts[layer].check_finite(slot, self.checkpoint.describe(flat))
             self._checked[flat] = 1
+
+    def _record(self, recorder: Recorder, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        chosen, shares = ids.numpy(), weights.float().numpy()
+        if self._real is not None:
+            chosen, shares = chosen[self._real], shares[self._real]
+        recorder.record(layer, chosen, shares)
 
     # -- forecasts -------------------------------------------------------------------------------
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,19 +11,21 @@ from daop.core import Phase
 
 
 class Recorder(Protocol):
-    """Receives the routing of every forward pass, layer by layer."""
+    """Receives the routing of every forward pass, layer by layer; padding is left out."""
 
     def begin_forward(
-        self, phase: Phase, sequences: Sequence[int], positions: NDArray[np.int32], real: NDArray[np.bool_]
+        self,
+        phase: Phase,
+        sequences: NDArray[np.integer[Any]],
+        positions: NDArray[np.integer[Any]],
+        token_ids: NDArray[np.integer[Any]] | None = None,
     ) -> None:
-        """A forward pass starts.
+        """A forward pass over T tokens starts; each argument has one entry per token.
 
-        ``sequences`` [B]: a number for each row of the batch, unique in the trace;
-        ``positions`` [B, S]: position of every token in its sequence;
-        ``real`` [B, S]: False for padding, which is not recorded. T = B * S rows follow per layer.
+        ``sequences``: a number for each sequence, unique in the trace; ``positions`` within it.
         """
 
-    def record(self, layer: int, ids: NDArray[np.int64], weights: NDArray[np.float32]) -> None:
+    def record(self, layer: int, ids: NDArray[Any], weights: NDArray[Any] | None = None) -> None:
         """ids [T, K], weights [T, K] of one MoE layer."""
 
     def end_forward(self) -> None:

@@ -20,7 +20,8 @@ On the device ``host`` there is one processor, so ``stream`` and ``host`` are th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -199,11 +200,17 @@ class Policy:
 POLICIES: Registry[type[Policy]] = Registry("policy", "daop.runtime.policies")
 
 
-def make_policy(name: str, profile: Profile | None = None) -> Policy:
-    """A policy by name (or ``module:Class``), told what other traffic taught."""
+def make_policy(
+    name: str, profile: Profile | None = None, options: Mapping[str, object] | None = None
+) -> Policy:
+    """A policy by name (or ``module:Class``), told what other traffic taught; ``options`` are for its
+    constructor, which must know them all."""
     kind = POLICIES.get(name)
+    if unknown := set(options or {}) - set(inspect.signature(kind).parameters):
+        known = ", ".join(sorted(inspect.signature(kind).parameters)) or "none"
+        raise DaopError(f"policy {name!r} has no option {', '.join(sorted(unknown))}; it has: {known}")
     try:
-        policy = kind()
+        policy = kind(**options or {})
     except TypeError as error:
         raise DaopError(f"policy {name!r} cannot be made without arguments: {error}") from error
     if not isinstance(policy, Policy):
