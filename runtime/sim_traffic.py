@@ -9,7 +9,7 @@ forward decodes one token of every running sequence, and a sequence that ends ma
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -46,6 +46,18 @@ class Traffic:
             raise DaopError("the trace's weights differ in shape from its experts")
         if self.ids.min() < 0 or (self.ids >= np.asarray(self.geometry.experts)[:, None]).any():
             raise DaopError("the trace names an expert that the model's geometry does not have")
+
+    def head(self, tokens: int) -> Traffic:
+        """Only the first tokens."""
+        columns = (self.prefill, self.weights)
+        prefill, weights = (None if column is None else column[:tokens] for column in columns)
+        return replace(
+            self,
+            ids=self.ids[:tokens],
+            sequence=self.sequence[:tokens],
+            prefill=prefill,
+            weights=weights,
+        )
 
     @property
     def spans(self) -> list[tuple[int, int]]:

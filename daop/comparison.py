@@ -1,0 +1,182 @@
+"""Simulated comparison of placement policies: rows of figures, each with its ratios.
+
+The best static policy is the best of ``STATIC`` at the same budget on the same machine; with the
+``optimum`` it is always run, listed or not, because every row is compared with both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from daop.core import DaopError, Geometry
+from daop.hardware import HardwareProfile
+from daop.runtime.costs import HardwareCosts
+from daop.runtime.policies.base import POLICIES, make_policy
+from daop.runtime.profile import Profile
+from daop.runtime.sim_engine import Span
+from daop.runtime.sim_forecasts import OnlineForecaster
+from daop.runtime.sim_traffic import Traffic
+from daop.runtime.simulator import Simulator
+from daop.training.split import split_by_sequence
+from daop.training.trace import PHASES, Trace
+
+STATIC = ("static", "static_front", "static_frequency")
+BOUND = "optimum"
+Told = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One cell of a comparison, less the policy."""
+
+    hardware: HardwareProfile
+    ecr: float
+    batch: int = 1
+    weight_bits: float = 16.0
+
+
+def policies_of(text: str) -> list[str]:
+    """The policies named in a comma-separated list; ``all``: every registered exact one."""
+    if text == "all":
+        return [name for name, policy in POLICIES.items() if policy.exact]
+    chosen = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not chosen:
+        raise DaopError("--policies names no policy")
+    for name in chosen:
+        POLICIES.get(name)
+    return chosen
+
+
+def numbers_of(text: str, flag: str) -> list[float]:
+    """Shares in a comma-separated list, each in 0..1."""
+    try:
+        values = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise DaopError(f"{flag} {text!r} is not a list of numbers such as 0.125,0.25") from error
+    if not values or any(not 0 <= value <= 1 for value in values):
+        raise DaopError(f"{flag} {text!r}: every share must lie between 0 and 1 (1: all experts fit)")
+    return values
+
+
+def traffic_of(trace: Trace, geometry: Geometry) -> Traffic:
+    """A trace as the simulator takes it."""
+    trace = trace.grouped()
+    if not len(trace):
+        raise DaopError("the trace holds no tokens")
+    prefill = np.asarray([phase.value == "prefill" for phase in PHASES])[trace.phase]
+    return Traffic(
+        geometry=geometry,
+        ids=trace.ids,
+        sequence=trace.sequence,
+        prefill=prefill if prefill.any() else None,
+        weights=trace.weights,
+    )
+
+
+def sized(geometry: Geometry, expert_bytes: int | None) -> Geometry:
+    """The geometry with the size of an expert filled in, or replaced by ``expert_bytes``."""
+    if expert_bytes is None:
+        if 0 in geometry.expert_bytes:
+            raise DaopError(
+                "the trace does not say how many bytes an expert of its model takes; "
+                "give it with --expert-bytes, for instance 13.2MB for gpt-oss-20b in MXFP4"
+            )
+        return geometry
+    return dataclasses.replace(geometry, expert_bytes=(expert_bytes,) * geometry.layers)
+
+
+def fitted(trace: Trace, geometry: Geometry, *, seed: int = 0, share: float = 0.2) -> tuple[Profile, Trace]:
+    """A profile of one part of the trace's sequences, and the other part to be scored on."""
+    split = split_by_sequence(trace, test_share=share, seed=seed)
+    learn = trace.select(split.train)
+    return learn_profile(learn, geometry), trace.select(split.test)
+
+
+def learn_profile(trace: Trace, geometry: Geometry) -> Profile:
+    """Frequencies, activation matrices and the context model of a trace."""
+    from daop.runtime import context_model
+
+    traffic = traffic_of(trace, geometry)
+    profile = Profile.from_routing(geometry, traffic.ids, traffic.sequence)
+    model = context_model.fit(geometry, traffic.ids, traffic.sequence)
+    return dataclasses.replace(profile, arrays=model.as_arrays())
+
+
+def budget_of(geometry: Geometry, ecr: float) -> int:
+    """Slots of a share of all experts."""
+    return round(geometry.total * ecr)
+
+
+def simulate(
+    traffic: Traffic,
+    profile: Profile | None,
+    setting: Setting,
+    policies: Sequence[str],
+    told: Told | None = None,
+) -> list[dict[str, Any]]:
+    """One row per policy of ``policies``, in their order."""
+    asked = list(dict.fromkeys([*policies, *STATIC, BOUND]))
+    found: dict[str, dict[str, Any]] = {}
+    for at, name in enumerate(asked):
+        if told is not None:
+            told(f"{setting.hardware.hardware.name}, ECR {setting.ecr:g}: {name}", at / len(asked))
+        found[name] = simulate_one(traffic, profile, setting, name)
+    best = max(found[name]["tokens_per_second"] for name in STATIC)
+    bound = found[BOUND]["tokens_per_second"]
+    for row in found.values():
+        row["ratio_to_best_static"] = row["tokens_per_second"] / best
+        row["ratio_to_optimum"] = row["tokens_per_second"] / bound
+    return [found[name] for name in policies]
+
+
+def simulate_one(traffic: Traffic, profile: Profile | None, setting: Setting, name: str) -> dict[str, Any]:
+    """The row of one policy, its ratios still missing."""
+    simulator = _simulator(traffic, profile, setting, name)
+    run = simulator.run(traffic, setting.batch)
+    policy = simulator.policy
+    return {
+        "policy": name,
+        "exact": policy.exact,
+        "ecr": setting.ecr,
+        "slots": simulator.residency.capacity,
+        "hardware": setting.hardware.hardware.name,
+        "batch": setting.batch,
+        "simulated": True,
+        **run.as_dict(),
+        "decision_us_per_layer": {"plan": policy.plan_us, "look_ahead": policy.look_ahead_us},
+    }
+
+
+def timeline(
+    traffic: Traffic, profile: Profile | None, setting: Setting, name: str, tokens: int = 200
+) -> str:
+    """What device, host, link and main thread did in the trace's first tokens: a Chrome trace (JSON)."""
+    tracks = {"device": 1, "host": 2, "link": 3}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": track}}
+        for track, number in tracks.items()
+    ]
+
+    def note(track: str, what: str, begin: float, end: float) -> None:
+        event = {"ph": "X", "pid": 1, "tid": tracks[track], "name": what}
+        events.append({**event, "ts": round(begin * 1e6, 3), "dur": round((end - begin) * 1e6, 3)})
+
+    part = traffic.head(tokens)
+    _simulator(part, profile, setting, name, note).run(part, setting.batch)
+    return json.dumps({"traceEvents": events})
+
+
+def _simulator(
+    traffic: Traffic, profile: Profile | None, setting: Setting, name: str, span: Span | None = None
+) -> Simulator:
+    policy = make_policy(name, profile)
+    costs = HardwareCosts(setting.hardware.hardware, traffic.geometry, setting.weight_bits)
+    forecaster = OnlineForecaster(traffic.geometry, profile) if policy.horizon else None
+    slots = budget_of(traffic.geometry, setting.ecr)
+    return Simulator(policy, traffic.geometry, costs, slots, forecaster, span)

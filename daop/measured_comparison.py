@@ -1,0 +1,113 @@
+"""Measured comparison of placement policies on this machine, with a real model and real prompts.
+
+Policies take turns in every repeat, so that a machine that slows down or warms up does so for all of
+them; each run starts from a fresh hot set and a dropped page cache. All runs must produce the same tokens.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from daop.core import DaopError
+from daop.prompts import encode, read_prompts
+from daop.runtime.policies.base import POLICIES, make_policy
+from daop.runtime.profile import Profile
+
+Told = Callable[[str, float], None]
+
+
+def measure(
+    model: str,
+    prompts: Path | None,
+    shares: Sequence[float],
+    policies: Sequence[str],
+    *,
+    repeats: int,
+    max_new_tokens: int,
+    direct_io: bool,
+    profile: Path | None,
+    told: Told,
+) -> list[dict[str, Any]]:
+    """One row per budget and policy: medians over ``repeats`` runs, and their spread."""
+    if prompts is None:
+        raise DaopError("--model needs --prompts, a file of text or JSONL to generate from")
+    asked = read_prompts(prompts)
+    unreal = [name for name in policies if POLICIES.get(name).needs_future]
+    if unreal:
+        raise DaopError(f"--policies {','.join(unreal)} knows the future and can only be simulated (--trace)")
+    rows: list[dict[str, Any]] = []
+    for share in shares:
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in policies}
+        for repeat in range(repeats):
+            for name in policies:
+                told(f"ECR {share:g}, run {repeat + 1} of {repeats}: {name}", 0.0)
+                runs[name].append(_run(model, asked, share, name, max_new_tokens, direct_io, profile))
+        _check_tokens(runs)
+        rows += _rows(share, runs)
+    return rows
+
+
+def _run(
+    model: str,
+    asked: Sequence[Any],
+    share: float,
+    name: str,
+    max_new_tokens: int,
+    direct_io: bool,
+    profile: Path | None,
+) -> dict[str, Any]:
+    import daop
+    from daop.report.figures import run_figures
+    from daop.runtime.checkpoint import open_checkpoint
+
+    policy = make_policy(name)
+    if profile is not None:
+        policy.profile = Profile.load(profile, open_checkpoint(model).geometry)
+    with daop.load(model, policy=policy, ecr=share, direct_io=direct_io) as runtime:
+        runtime.drop_cache()
+        runtime.reset_statistics()
+        batches = [
+            runtime.generate(
+                [encode(prompt.messages, runtime.tokenizer, prompt.source)], max_new_tokens=max_new_tokens
+            )
+            for prompt in asked
+        ]
+        figures: dict[str, Any] = run_figures(runtime.statistics(), batches)
+    figures["all_token_ids"] = [answer.token_ids for batch in batches for answer in batch]
+    return figures
+
+
+def _check_tokens(runs: dict[str, list[dict[str, Any]]]) -> None:
+    """Policies may change speed, never output: the first difference ends the comparison."""
+    first: list[list[int]] | None = None
+    origin = ""
+    for name, results in runs.items():
+        for result in results:
+            if first is None:
+                first, origin = result["all_token_ids"], name
+            elif result["all_token_ids"] != first and POLICIES.get(name).exact:
+                raise AssertionError(f"policies {origin} and {name} produced different tokens")
+
+
+def _rows(share: float, runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for name, results in runs.items():
+        results.sort(key=lambda result: float(result["tokens_per_second"]))
+        speeds = [float(result["tokens_per_second"]) for result in results]
+        middle = dict(results[(len(results) - 1) // 2])
+        tokens = sum(len(ids) for ids in middle.pop("all_token_ids"))
+        middle.pop("token_ids", None)
+        row = {**middle, "policy": name, "ecr": share, "hardware": "this machine", "simulated": False}
+        row["tokens"] = tokens
+        row["tokens_per_second"] = statistics.median(speeds)
+        row["spread"] = [speeds[0], speeds[-1]]
+        row["exact"] = POLICIES.get(name).exact
+        rows.append(row)
+    best = max((row["tokens_per_second"] for row in rows if row["policy"].startswith("static")), default=None)
+    for row in rows:
+        row["ratio_to_best_static"] = row["tokens_per_second"] / best if best else None
+        row["ratio_to_optimum"] = None  # nobody knows the future of a running model
+    return rows

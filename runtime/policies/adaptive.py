@@ -1,0 +1,207 @@
+"""``adaptive``: daop's own policy. Every slot holds what is most likely to be used before it is given up.
+
+Worth of an expert, in expected uses saved:
+
+    worth = chance at its layer's next visit + STAY * usual rate of use
+
+The chance comes from ``ContextModel`` (sharp for the next layers of this token, blunter for the next
+token) blended with the plain frequency by which of the two has been right lately; so a forecast that
+stops paying loses its say, and regains it when it pays again. From it follow
+
+    victims      the least worth of what may leave; for speculation only if worth less than what comes
+    look-ahead   while the link would be idle within the coming layer, the absent expert of most worth;
+                 the chance counts only as far as the copy can arrive before its layer asks
+    misses       to the host or over the link, by what ends first; a prefetch that would come too late is
+                 left to finish while the host computes its expert
+    prefill      streams and computes by cost and fills free slots, but gives up nothing
+
+Where there is no host beside the device (tier ``host``) every miss is read; it is kept if it is worth
+more than what would leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from daop.core import FloatArray, Forecast, Geometry, Phase, Step
+from daop.runtime.context_model import LEADS, ContextModel
+from daop.runtime.context_state import ContextState
+
+from .base import POLICIES, Costs, Plan, Policy, Prefetch, View
+from .lfu import lowest
+from .static import by_frequency, uniform
+
+STAY = 2.0
+MARGIN = 0.10
+
+SMOOTH = 0.05
+
+
+@POLICIES.register("adaptive")
+class Adaptive(Policy):
+    """Works without a profile (learning as it goes), and from token 0 with one."""
+
+    keeps_hot_set = True
+    plan_us = 15.0
+    look_ahead_us = 60.0
+
+    def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
+        super().start(geometry, slots, costs, view)
+        frequency = None if self.profile is None else self.profile.frequency
+        arrays = None if self.profile is None else self.profile.arrays
+        model = ContextModel.from_arrays(arrays or {}, geometry)
+        if model is None:
+            model = ContextModel.empty(geometry, (*LEADS, geometry.layers), frequency)
+        self._state = ContextState(model, geometry, frequency)
+        self._worth: FloatArray = self._state.chance + STAY * self._state.rate  # [L, E]
+        self._place = None  # of each flat id in the padded arrays, where layers differ
+        self._flat_worth = self._worth.reshape(-1)
+        if len(set(geometry.experts)) > 1:
+            widest = max(geometry.experts)
+            rows = [range(m * widest, m * widest + n) for m, n in enumerate(geometry.experts)]
+            self._place = np.concatenate([np.asarray(row) for row in rows])
+            self._flat_worth = self._flat_worth[self._place]
+        self._copy = max(costs.copy(begin) for begin in geometry.offsets[:-1])
+        self._layer_seconds = costs.layer(1)
+        self._last = 0.0
+        self._flying: dict[int, float] = {}  # prefetch under way -> when it should arrive
+        return uniform(geometry, slots) if frequency is None else by_frequency(frequency, slots)
+
+    # -- where a miss runs -----------------------------------------------------------------------
+
+    def plan(self, step: Step, missing: Sequence[int], view: View) -> Plan:
+        took = view.now - self._last
+        self._last = view.now
+        if step.phase is Phase.DECODE and took < 10 * self._layer_seconds + 1.0:
+            self._layer_seconds += SMOOTH * (took - self._layer_seconds)
+        if step.phase is Phase.PREFILL:
+            return self._plan_prefill(step, missing, view)
+        flying = [flat for flat in step.experts if flat in self._flying] if self._flying else []
+        if not (missing or flying):
+            return Plan()
+        if not self.costs.host_beside:
+            return self._plan_reads(step, missing, view)
+        return self._split(step, missing, [flat for flat in flying if view.filling[flat]], view)
+
+    def _split(self, step: Step, missing: Sequence[int], filling: Sequence[int], view: View) -> Plan:
+        """Host or link for each, the host's queue and the link's as they are now."""
+        costs = self.costs
+        tokens = dict(zip(step.experts, step.tokens, strict=True)) if step.rows > 1 else {}
+        host = max(0.0, view.host_free_at - view.now)
+        link = 0.0
+        keep: list[int] = []
+        computed: list[int] = []
+        for flat in sorted(filling, key=self._flying.__getitem__):
+            arrives = max(0.0, self._flying[flat] - view.now)
+            waits = sum(costs.host(other, 1) for other in missing)
+            if arrives <= max(host + waits, 0.5 * costs.host(flat, 1)):
+                link = max(link, arrives)
+            else:
+                host += costs.host(flat, tokens.get(flat, 1))
+                computed.append(flat)
+        for flat in missing:
+            n = tokens.get(flat, 1)
+            by_host = host + costs.host(flat, n)
+            by_link = link + costs.copy(flat)
+            if by_host <= by_link + costs.device(flat, n):
+                host = by_host
+                computed.append(flat)
+            else:
+                link = by_link
+                keep.append(flat)
+        return Plan(keep=keep, host=computed)
+
+    def _plan_reads(self, step: Step, missing: Sequence[int], view: View) -> Plan:
+        self._absorb(step)
+        worth = self._flat_worth
+        if not missing or view.free_slots(missing[0]) >= len(missing):
+            return Plan(keep=missing)
+        order = sorted(missing, key=lambda flat: -worth[flat])
+        least = lowest(worth, len(order), view, order[0])
+        kept = 0
+        while kept < min(len(order), len(least)) and worth[order[kept]] > worth[least[kept]]:
+            kept += 1
+        return Plan(keep=order[:kept], stream=order[kept:])
+
+    def _plan_prefill(self, step: Step, missing: Sequence[int], view: View) -> Plan:
+        if not missing:
+            return Plan()
+        free = view.free_slots(missing[0])
+        if not self.costs.host_beside:
+            return Plan(keep=missing[:free], stream=missing[free:])
+        tokens = dict(zip(step.experts, step.tokens, strict=True))
+        order = sorted(missing, key=lambda flat: -tokens[flat])  # the busiest gain most from the device
+        host = link = 0.0
+        moved: list[int] = []
+        computed: list[int] = []
+        for flat in order:
+            by_host = host + self.costs.host(flat, tokens[flat])
+            by_link = link + self.costs.copy(flat)
+            if by_link <= by_host:
+                link = by_link
+                moved.append(flat)
+            else:
+                host = by_host
+                computed.append(flat)
+        return Plan(keep=moved[:free], stream=moved[free:], host=computed)
+
+    # -- what to keep ----------------------------------------------------------------------------
+
+    def victims(self, incoming: int, count: int, view: View, prefetch: Prefetch | None) -> Sequence[int]:
+        worth = self._flat_worth
+        if prefetch is None:
+            return lowest(worth, count, view, incoming)
+        chosen = lowest(worth, 1, view, incoming)
+        return chosen if chosen and worth[chosen[0]] + MARGIN < prefetch.value else ()
+
+    # -- what to bring early ---------------------------------------------------------------------
+
+    def look_ahead(self, step: Step, forecasts: Sequence[Forecast], view: View) -> Sequence[Prefetch]:
+        if self.costs.host_beside or step.phase is Phase.PREFILL:
+            self._absorb(step)
+        now = view.now
+        queued = max(0.0, view.link_free_at - now)
+        if self._flying:
+            self._flying = {flat: at for flat, at in self._flying.items() if view.filling[flat]}
+        window = self._layer_seconds
+        if queued >= window:
+            return ()
+        gain = np.where(view.resident | view.filling, np.float32(0.0), self._flat_worth)
+        asked: list[Prefetch] = []
+        late = self._late(step.layer, queued)
+        while queued < window and len(asked) < 4:
+            if late:
+                self._discount(gain, late)
+            flat = int(gain.argmax())
+            value = float(gain[flat])
+            if value <= MARGIN:
+                break
+            gain[flat] = 0.0
+            queued += self._copy
+            self._flying[flat] = now + queued
+            asked.append(Prefetch(flat, value, None))
+            late = [m for m in self._late(step.layer, queued) if m not in late]
+        return asked
+
+    def _late(self, layer: int, queued: float) -> list[int]:
+        """Layers that will have asked before a copy begun now behind ``queued`` can arrive."""
+        arrives = queued + self._copy - 0.5 * self.costs.host(0, 1)
+        ahead = int(arrives / max(self._layer_seconds, 1e-9))
+        return [(layer + lead) % self.geometry.layers for lead in range(1, min(ahead, 3) + 1)]
+
+    def _discount(self, gain: FloatArray, late: Sequence[int]) -> None:
+        offsets = self.geometry.offsets
+        for layer in late:
+            part = gain[offsets[layer] : offsets[layer + 1]]
+            np.subtract(part, self._state.chance[layer, : len(part)], out=part, where=part > 0)
+
+    def _absorb(self, step: Step) -> None:
+        """Learn from the step's routing and value its layer and the next ones anew."""
+        state = self._state
+        state.absorb(step)
+        layers = state.changed[step.layer]
+        self._worth[layers] = state.chance[layers] + np.float32(STAY) * state.rate[layers]
+        if self._place is not None:
+            self._flat_worth = self._worth.reshape(-1)[self._place]
