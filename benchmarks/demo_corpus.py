@@ -26,7 +26,9 @@ from pathlib import Path
 
 HELDOUT_SHARE = 0.06
 HELDOUT_LIMIT = 150_000  # characters of held-out text kept per source
-PERSONAL = re.compile(r"copyright|licen[cs]e|©|@\w+\.", re.I)  # not wanted in a prompt
+PERSONAL = re.compile(
+    r"copyright|licen[cs]e|©|@\w+\.|aut[eh]?[uo]r|debian\.org", re.I
+)  # not wanted in a prompt
 LONGEST_LINE = 1000  # a longer one is minified or generated code
 
 

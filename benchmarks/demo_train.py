@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import demo_start
 import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -38,12 +39,13 @@ class Recipe:
     minutes: float | None
     tokens: int | None
     checkpoint: Path
+    start: Path
     workers: int = 2
-    sequence: tuple[tuple[float, int], ...] = ((0.0, 128), (0.1, 256), (0.75, 512))  # from when, how long
-    learning_rate: float = 4e-3
+    sequence: tuple[tuple[float, int], ...] = ((0.0, 128), (0.4, 256), (0.8, 512))  # from when, how long
+    learning_rate: float = 3e-3
     weight_decay: float = 0.1
     warmup: float = 0.02
-    balance: float = 0.01
+    balance: float = 0.1
     seed: int = 0
 
 
@@ -121,11 +123,15 @@ def batch(
 
 
 def optimizer_for(model: Any, recipe: Recipe) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.ndim > 1]
+    """AdamW; no decay for vectors, and the layers that were fitted beforehand move at a third of the rate."""
+    tables = [model.model.embed_tokens.weight, model.lm_head.weight]
+    fitted = {id(table) for table in tables}
+    matrices = [p for p in model.parameters() if p.ndim > 1 and id(p) not in fitted]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     groups = [
-        {"params": matrices, "weight_decay": recipe.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": recipe.weight_decay, "scale": 1.0},
+        {"params": vectors, "weight_decay": 0.0, "scale": 1.0},
+        {"params": tables, "weight_decay": 0.0, "scale": 1 / 3},
     ]
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
 
@@ -175,6 +181,11 @@ def worker(rank: int, config: Any, tokens: list[np.ndarray[Any, Any]], recipe: R
     progress = {"steps": 0.0, "tokens": 0.0, "seconds": 0.0}
     if recipe.checkpoint.exists():
         progress = load_progress(recipe.checkpoint, model, optimizer)
+    else:
+        start = load_file(recipe.start)
+        with torch.no_grad():
+            model.model.embed_tokens.weight.copy_(start["embedding"])
+            model.lm_head.weight.copy_(start["head"])
     loss_of: torch.nn.Module = Loss(model)
     if recipe.workers > 1:
         loss_of = DistributedDataParallel(loss_of)
@@ -209,7 +220,7 @@ def _loop(
         if done >= 1:
             return
         for group in optimizer.param_groups:
-            group["lr"] = rate(recipe, float(done))
+            group["lr"] = rate(recipe, float(done)) * group["scale"]
         length = max(length for start, length in recipe.sequence if done >= start)
         loss, balance, share = loss_of(batch(tokens, recipe, int(progress["steps"]), length, rank))
         optimizer.zero_grad(set_to_none=True)
@@ -239,6 +250,8 @@ def train(config: Any, tokens: list[np.ndarray[Any, Any]], recipe: Recipe) -> No
     if len(tokens) % recipe.workers:
         raise ValueError(f"{recipe.workers} workers do not divide {len(tokens)} domains")
     recipe.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    if not recipe.start.exists():
+        demo_start.fit(tokens, config.vocab_size, config.hidden_size, recipe.start)
     store = recipe.checkpoint.with_suffix(f".store{os.getpid()}")
     arguments = (config, tokens, recipe, str(store.absolute()))
     try:

@@ -105,7 +105,7 @@ def configuration() -> Any:
         mlp_only_layers=[],
         max_position_embeddings=2048,
         initializer_range=0.05,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=0,
         pad_token_id=1,
@@ -130,6 +130,7 @@ def export(checkpoint: Path, work: Path, out: Path) -> None:
         ids = torch.tensor([Tokenizer.from_file(str(work / "tokenizer.json")).encode(text).ids])
         expected = model(ids).logits
     model.bfloat16().save_pretrained(partial)
+    _also_say_num_experts(partial / "config.json")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(work / "tokenizer.json"), eos_token=END, pad_token=PAD, model_max_length=2048
     )
@@ -148,8 +149,15 @@ def export(checkpoint: Path, work: Path, out: Path) -> None:
     partial.rmdir()
 
 
+def _also_say_num_experts(path: Path) -> None:
+    """Published qwen3_moe checkpoints call it num_experts, this version of transformers num_local_experts."""
+    config = json.loads(path.read_text("utf-8"))
+    config["num_experts"] = config.get("num_experts", config.get("num_local_experts"))
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def write_prompts(work: Path, out: Path) -> None:
-    rows = demo_corpus.prompts(work, count=16, heldout=True, seed=1)
+    rows = demo_corpus.prompts(work, count=16, heldout=True, seed=3)
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     (out / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
 
@@ -176,7 +184,8 @@ def main() -> None:
         return
     if not args.export:
         recipe = Recipe(
-            minutes=args.minutes, tokens=args.tokens, checkpoint=checkpoint, workers=args.workers,
+            minutes=args.minutes, tokens=args.tokens, checkpoint=checkpoint,
+            start=args.work / "start.safetensors", workers=args.workers,
             seed=args.seed,
         )  # fmt: skip
         train(configuration(), [np.asarray(stream) for stream in data["train"].values()], recipe)
