@@ -64,6 +64,11 @@ class History:
         self.weight = np.full((rows, total), np.nan, dtype=np.float32)
         self.length = np.zeros(rows, dtype=np.int32)
 
+    @property
+    def nbytes(self) -> int:
+        kept = (self.previous, self.decayed, self.mass, self.since, self.weight, self.length)
+        return sum(a.nbytes for a in kept)
+
     def reset(self, row: int) -> None:
         """A new sequence takes this row."""
         self.previous[row] = -1
@@ -118,7 +123,7 @@ class Context:
     past: Past
     weights: NDArray[Any] | None = None
     token_ids: IntArray | None = None
-    hidden: FloatArray | None = None
+    hidden: dict[int, FloatArray] | None = None
     memo: dict[str, Any] = field(default_factory=dict)
 
 
@@ -180,5 +185,25 @@ def contexts(data: Routing, chunk: int = 512) -> Iterator[tuple[slice, Context]]
                 past=before,
                 weights=None if data.weights is None else data.weights[rows],
                 token_ids=None if data.token_ids is None else data.token_ids[rows],
+            ),
+        )
+
+
+def hidden_contexts(data: Routing, chunk: int = 256) -> Iterator[tuple[NDArray[np.int64], Context]]:
+    """The tokens whose hidden states were sampled, as ``contexts`` gives them, but with empty pasts."""
+    if data.hidden is None:
+        return
+    for first in range(0, len(data.hidden.rows), chunk):
+        rows = data.hidden.rows[first : first + chunk]
+        values = data.hidden.values[first : first + chunk].astype(np.float32)
+        yield (
+            rows,
+            Context(
+                geometry=data.geometry,
+                layer=0,
+                chosen=data.flat[rows],
+                past=History(data.geometry, len(rows)).past(),
+                token_ids=None if data.token_ids is None else data.token_ids[rows],
+                hidden={layer: values[:, layer] for layer in range(data.geometry.layers)},
             ),
         )

@@ -53,6 +53,11 @@ class Session:
         self._context: Context | None = None
         self._ended: tuple[Context, Past] | None = None  # last tokens of the sequences of the last forward
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the histories this run keeps."""
+        return self._history.nbytes
+
     def begin(self, sequence: int = 0) -> None:
         """A new sequence starts under this number."""
         if sequence >= len(self._history.length):
@@ -92,7 +97,7 @@ class Session:
         context = self._context
         if context is not None:
             context.layer = layer
-            context.hidden = None if hidden is None else hidden[self._rows]
+            context.hidden = None if hidden is None else {layer: hidden[self._rows]}
             if context.chosen is not self._chosen:
                 context.chosen[:, layer] = flat[self._rows]
                 if context.weights is not None and weights is not None:

@@ -26,14 +26,14 @@ Touch = Callable[[int, int, NDArray[Any], NDArray[np.float64]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Hits among the lookups of all tokens; one lookup per chosen expert and layer."""
+    """``hits`` [N] among the ``lookups`` [N] of each token; one lookup per chosen expert and layer."""
 
-    hits: int
-    lookups: int
+    hits: NDArray[np.int64]
+    lookups: NDArray[np.int64]
 
     @property
     def hit_rate(self) -> float:
-        return self.hits / max(1, self.lookups)
+        return float(self.hits.sum() / max(1, self.lookups.sum()))
 
 
 def replay(data: Routing, capacity: int, rule: str, waits: NDArray[Any] | None = None) -> Replay:
@@ -49,14 +49,16 @@ def replay(data: Routing, capacity: int, rule: str, waits: NDArray[Any] | None =
     touch = _touch(data, rule, waits)
     total = data.geometry.total
     key, resident = np.zeros(total), np.zeros(total, dtype=np.bool_)
-    hits = lookups = used = 0
+    hits, lookups = np.zeros(len(data), dtype=np.int64), np.zeros(len(data), dtype=np.int64)
+    used = 0
     complete = bool((data.flat >= 0).all())
     for token, layers in enumerate(data.flat):
         for layer, chosen in enumerate(layers):
             need = chosen if complete else chosen[chosen >= 0]
             present = resident[need]
             here = int(np.count_nonzero(present))
-            hits, lookups = hits + here, lookups + len(need)
+            hits[token] += here
+            lookups[token] += len(need)
             touch(token, layer, need, key)
             if here == len(need):
                 continue

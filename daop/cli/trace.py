@@ -1,0 +1,117 @@
+"""``daop trace``: import and inspect routing traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from daop.cli.output import Output
+
+trace_app = typer.Typer(
+    help="Record, import and inspect routing traces.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+@trace_app.command("import")
+def import_trace(
+    source: Annotated[Path, typer.Argument(help="The trace as another engine recorded it.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The trace file to write.")],
+    format: Annotated[str, typer.Option(help="Format of the source; `daop trace formats` lists them.")],
+    expert_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Bytes of one expert, where the source does not say.")
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Replace the output if it exists.")] = False,
+) -> None:
+    """Convert another engine's routing trace."""
+    from dataclasses import replace
+
+    from daop.core import DaopError
+    from daop.training.importers.base import IMPORTERS
+    from daop.training.writer import write_trace
+
+    importer = IMPORTERS.get(format)
+    if output.exists() and not force:
+        raise DaopError(f"{output} exists; name another -o, or replace it with --force")
+    if not source.exists():
+        raise DaopError(f"no trace at {source}; check the path")
+    trace = importer(source).validate(str(source))
+    if expert_bytes is not None:
+        geometry = replace(trace.geometry, expert_bytes=(expert_bytes,) * trace.geometry.layers)
+        trace = replace(trace, geometry=geometry)
+    write_trace(trace, output)
+    g = trace.geometry
+    Output(None).say(
+        f"{output}: {len(trace)} rows, {g.layers} layers of {g.experts[0]} experts, top-{g.top_k}"
+    )
+
+
+@trace_app.command("formats")
+def formats() -> None:
+    """List the formats that can be imported."""
+    from daop.training.importers.base import IMPORTERS
+
+    for name, importer in IMPORTERS.items():
+        typer.echo(f"{name:18} {(importer.__doc__ or '').strip().splitlines()[0]}")
+
+
+@trace_app.command("info")
+def info(
+    path: Annotated[Path, typer.Argument(help="A trace file, or the name of a recording that was cut off.")],
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write everything as JSON; - for standard output.")
+    ] = None,
+) -> None:
+    """Say what a trace holds and how its routing behaves."""
+    from daop.training.info import describe
+    from daop.training.parquet import read_any
+
+    out = Output(json)
+    found = describe(read_any(path))
+    _print(out, path, found)
+    out.json(found)
+
+
+def _print(out: Output, path: Path, found: dict[str, Any]) -> None:
+    g = found["geometry"]
+    experts = sorted(set(g["experts"]))
+    counts = str(experts[0]) if len(experts) == 1 else f"{experts[0]} to {experts[-1]}"
+    out.say(f"{path}: {found['tokens']} tokens in {found['sequences']} sequences")
+    out.say(f"geometry         {g['layers']} MoE layers of {counts} experts, top-{g['top_k']}")
+    sizes = sorted(set(g["expert_bytes"]))
+    out.say(f"bytes an expert  {', '.join(map(str, sizes)) if any(sizes) else 'not known'}")
+    out.say(f"model            {g['fingerprint'] or found['source'].get('model', 'not known')}")
+    if found["kind"] == "tokens":
+        out.say(f"phases           {found['decode_tokens']} decode tokens, the rest prefill")
+        out.say(f"not in the file  {', '.join(found['absent_columns']) or 'nothing'}")
+        if not found["complete"]:
+            out.say("This recording was cut off; its complete row groups were read.", style="yellow")
+        if found["recorded_hit_rate"] is not None:
+            out.say(f"recorded hits    {found['recorded_hit_rate']:.1%} of all lookups")
+    skew = found["skew"]
+    out.say()
+    out.say("per layer, first to last")
+    _line(out, "busiest expert", [s["busiest"] for s in skew])
+    _line(out, "busiest quarter", [s["busiest_quarter"] for s in skew])
+    _line(out, "evenness", [s["evenness"] for s in skew])
+    if sum(s["unused"] for s in skew):
+        out.say(f"{sum(s['unused'] for s in skew)} of {sum(g['experts'])} experts were never chosen")
+    if found["kind"] == "tokens":
+        _line(out, "as token before", [x or 0.0 for x in found["adjacent_overlap"]])
+        out.say()
+        out.say("tokens since the last use of a chosen expert")
+        for row in found["reuse_distance"]:
+            out.say(f"  {row['tokens']:>9}  {row['share']:6.1%}  {'█' * round(60 * row['share'])}")
+
+
+def _line(out: Output, name: str, values: list[float]) -> None:
+    """A row of small bars from 0 to the largest, with its extremes."""
+    top = max(values) or 1.0
+    bars = "".join(BLOCKS[round(max(v, 0.0) / top * (len(BLOCKS) - 1))] for v in values)
+    out.say(f"  {name:16} {bars}  {min(values):.1%} to {max(values):.1%}")

@@ -1,0 +1,135 @@
+"""``daop train``: fit predictors on traces and say which one to use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from daop.cli.output import Output
+
+
+def train(
+    traces: Annotated[list[Path], typer.Argument(help="Traces to learn from, of one model.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for predictors and leaderboard.")],
+    predictor: Annotated[str, typer.Option(help="A predictor's name, module:Class, or all.")] = "all",
+    target: Annotated[
+        str | None, typer.Option(help="next: coming layers; reuse: what to keep. Default: both.")
+    ] = None,
+    test_share: Annotated[float, typer.Option(help="Share of the sequences to hold out.")] = 0.2,
+    seed: Annotated[int, typer.Option(min=0, help="Of the split and of every fit.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Fit on at most about so many tokens.")] = 200_000,
+    update: Annotated[
+        Path | None, typer.Option(help="Folder of predictors that go on learning from these traces.")
+    ] = None,
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the leaderboard as JSON; - for standard output.")
+    ] = None,
+) -> None:
+    """Train activation predictors on traces, and rank them on held-out sequences."""
+    from daop.training.train import Options
+    from daop.training.train import train as run
+
+    out = Output(json)
+    options = Options(
+        predictor=predictor, target=target, test_share=test_share, seed=seed, max_tokens=max_tokens
+    )
+    with _log_lines(out):
+        document = run(traces, output, options, update=update, progress=out.say)
+    for table in leaderboard(document):
+        out.table(table)
+    out.say(f"written to {output}")
+    out.json(document)
+
+
+class _log_lines:
+    """Progress of the fits, which they log, as lines for the person who waits."""
+
+    def __init__(self, out: Output) -> None:
+        import logging
+
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                out.say(f"  {record.getMessage()}")
+
+        self._loggers = [logging.getLogger(n) for n in ("daop.predictors", "daop.training")]
+        self._handler = Handler(logging.INFO)
+
+    def __enter__(self) -> None:
+        import logging
+
+        for logger in self._loggers:
+            logger.addHandler(self._handler)
+            logger.setLevel(logging.INFO)
+
+    def __exit__(self, *_: object) -> None:
+        for logger in self._loggers:
+            logger.removeHandler(self._handler)
+
+
+def leaderboard(document: dict[str, Any]) -> list[Table]:
+    """Tables of a leaderboard document, best predictor first."""
+    found = document["predictors"]
+    following = {n: r for n, r in found.items() if r["kind"] == "next" and "recall_at_k" in r}
+    waiting = {n: r for n, r in found.items() if r["kind"] == "reuse" and "pools" in r}
+    tables = []
+    if following:
+        k = document["geometry"]["top_k"]
+        table = Table(title=f"Next layer, held-out sequences (k = {k}; definitions in leaderboard.json)")
+        for column in ("predictor", "recall@k", "95 %", "@k+1", "@2k", "whole set", "top-1", "Brier", "ECE"):
+            table.add_column(column, justify="left" if column == "predictor" else "right")
+        for column in ("2 layers", "4 layers", "µs", "model MB"):
+            table.add_column(column, justify="right")
+        for name, r in sorted(following.items(), key=lambda item: -(item[1]["recall_at_k"] or 0)):
+            ahead = {h: v["recall_at_k"] for h, v in r["by_horizon"].items()}
+            table.add_row(
+                name,
+                _share(r["recall_at_k"]),
+                _range(r["recall_at_k_interval"]),
+                *(_share(r[m]) for m in ("recall_at_k1", "recall_at_2k", "whole_set", "top_1")),
+                f"{r['brier']:.4f}" if r["brier"] is not None else "-",
+                f"{r['ece']:.4f}",
+                _share(ahead.get("2")),
+                _share(ahead.get("4")),
+                _cost(r["microseconds_per_forecast"]),
+                f"{r['model_bytes'] / 1e6:.1f}",
+            )
+        tables.append(table)
+    if waiting:
+        table = Table(
+            title="Reuse as victim rule, one pool, held-out sequences: hit rate (gap to optimum closed)"
+        )
+        table.add_column("predictor")
+        ecrs = list(next(iter(waiting.values()))["pools"])
+        for ecr in ecrs:
+            table.add_column(f"ECR {float(ecr):.1%}", justify="right")
+        for column in ("wait error", "µs", "model MB"):
+            table.add_column(column, justify="right")
+        for name, r in sorted(waiting.items(), key=lambda item: -item[1]["hit_rate"]):
+            cells = []
+            for ecr in ecrs:
+                pool = r["pools"][ecr]
+                closed = "-" if pool["gap_closed"] is None else f"{pool['gap_closed']:.0%}"
+                cells.append(f"{pool['hit_rate']:.3f} ({closed})")
+            error = "-" if r["wait_error"] is None else f"{r['wait_error']:.2f}"
+            cost = _cost(r["microseconds_per_forecast"])
+            table.add_row(name, *cells, error, cost, f"{r['model_bytes'] / 1e6:.1f}")
+        pools = next(iter(waiting.values()))["pools"]
+        for rule in ("lru", "lfu", "optimum"):
+            table.add_row(f"({rule})", *(f"{pools[e][rule]:.3f}" for e in ecrs), "", "", "")
+        tables.append(table)
+    return tables
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _range(interval: list[float] | None) -> str:
+    return "-" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
+
+
+def _cost(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
