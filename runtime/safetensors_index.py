@@ -75,8 +75,15 @@ def read_index(folder: Path) -> TensorIndex:
     if (folder / SINGLE).exists():
         names = [SINGLE]
     elif (folder / INDEX).exists():
-        weight_map = _read_weight_map(folder / INDEX)
-        names = sorted(set(weight_map.values()))
+        weight_map = read_weight_map(folder / INDEX)
+        tensor_of = {file: name for name, file in weight_map.items()}
+        names = sorted(tensor_of)
+        for name in names:
+            if not (folder / name).exists():
+                raise DaopError(
+                    f"{folder / INDEX} names the file {name} (for tensor {tensor_of[name]!r}, for one), "
+                    "which is not in the folder: fetch it, or fetch the whole folder again"
+                )
     else:
         names = _shards_without_index(folder)
     files = tuple(folder / name for name in names)
@@ -182,7 +189,8 @@ def _check_cover(path: Path, size: int, base: int, infos: dict[str, TensorInfo])
         raise DaopError(f"{path} has {size - at} bytes after its last tensor: it is damaged; {FETCH}")
 
 
-def _read_weight_map(path: Path) -> dict[str, str]:
+def read_weight_map(path: Path) -> dict[str, str]:
+    """File name by tensor, from an index; the files need not be there."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DaopError(f"{path} has no weight_map: {FETCH}")
@@ -192,11 +200,6 @@ def _read_weight_map(path: Path) -> dict[str, str]:
             raise DaopError(
                 f"{path} says that tensor {name!r} is in {file!r}; only a safetensors file of "
                 "the same folder is allowed there"
-            )
-        if not (path.parent / file).exists():
-            raise DaopError(
-                f"{path} names the file {file} (for tensor {name!r}, for one), which is not in the folder: "
-                "fetch it, or fetch the whole folder again"
             )
     return weight_map
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import resource
 import shutil
 import struct
 import tempfile
@@ -108,6 +110,7 @@ def test_any_arrangement_gives_the_same_experts(
     assert checkpoint.fingerprint == wanted.fingerprint
     assert checkpoint.non_expert_bytes == wanted.non_expert_bytes
     assert checkpoint.geometry == wanted.geometry
+    assert len(set(checkpoint.layouts)) == 1, "layers of one shape share a layout"
     for flat, (mine, theirs) in enumerate(zip(got, experts_of(wanted), strict=True)):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[role], theirs[role]) for role in mine)
@@ -155,6 +158,37 @@ def test_save_pretrained_shards(family: str, tmp_path: Path) -> None:
     assert torch.equal(
         built.model(**inputs).logits, family_parity.load(tmp_path / "one").model(**inputs).logits
     )
+
+
+def test_building_reads_and_holds_nothing_of_the_experts(
+    original: Path, tensors: Tensors, tmp_path: Path
+) -> None:
+    """Experts of 324 MiB, as holes in a sparse file, behind the small rest of a model."""
+    wide = 65536
+    config = json.loads((original / "config.json").read_text()) | {"moe_intermediate_size": wide}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rest = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    small = sum(tensor.numel() * tensor.itemsize for tensor in rest.values())
+    entries, at = {}, small
+    for name in tensors:
+        if ".experts." in name:
+            shape = [48, wide] if "down" in name else [wide, 48]
+            entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + 96 * wide]}
+            at += 96 * wide
+    assert at > 300 * 2**20
+    write(tmp_path / "model.safetensors", list(rest.items()), **entries)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(file.seek(0, 2) + at - small)
+    peak, read = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, _bytes_read()
+    built = build_model(open_checkpoint(tmp_path), lambda *_: torch.zeros(()))
+    assert built.checkpoint.geometry.expert_bytes[0] == 3 * 96 * wide
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 64 * 2**10  # KiB
+    assert _bytes_read() - read < 8 * 2**20
+
+
+def _bytes_read() -> int:
+    """What this process asked of read calls so far."""
+    return int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
 
 
 def test_the_fingerprint_tells_models_apart(original: Path, folder: Path, tensors: Tensors) -> None:
@@ -325,6 +359,14 @@ def test_an_expert_too_many(folder: Path, tensors: Tensors) -> None:
         open_checkpoint(folder)
 
 
+def test_experts_that_are_there_twice(folder: Path, tensors: Tensors) -> None:
+    fused = torch.zeros(6, 40, 48, dtype=torch.bfloat16)
+    more = dict(tensors) | {"model.layers.1.mlp.experts.gate_up_proj": fused}
+    write(folder / "model.safetensors", list(more.items()))
+    with pytest.raises(DaopError, match=r"experts of 'model.layers.1.mlp.experts' twice"):
+        open_checkpoint(folder)
+
+
 def test_a_wrong_shape_is_named(folder: Path, tensors: Tensors) -> None:
     write(folder / "model.safetensors", list((dict(tensors) | {GATE: tensors[GATE].T.contiguous()}).items()))
     with pytest.raises(DaopError, match=rf"{GATE}.*\[48, 20\], but the model wants \[20, 48\]"):
@@ -427,6 +469,20 @@ def test_paths_that_are_not_a_model(folder: Path) -> None:
         open_checkpoint(folder / "config.json")
     with pytest.raises(DaopError, match="neither a folder nor a hub id"):
         open_checkpoint("./nowhere")
+
+
+def test_the_hub_is_asked_for_what_the_index_names(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: list[list[str]] = []
+
+    def fetch(name: str, *, allow_patterns: list[str], **_: object) -> str:
+        asked.append(allow_patterns)
+        return str(original)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert open_checkpoint("owner/name").path == original
+    assert asked[1:] == [["*.safetensors"]]
 
 
 def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
