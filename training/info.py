@@ -41,18 +41,26 @@ def describe(trace: Trace | CountsTrace) -> dict[str, Any]:
     trace = trace.grouped()
     absent = {c for c in ("weights", "hits", "forward", "token_ids") if getattr(trace, c) is None}
     distance, overlap = _neighbours(trace)
+    decode = trace.phase == DECODE
     return out | {
         "complete": trace.complete,
         "sequences": len(trace.sequences),
         "tokens": len(trace),
-        "decode_tokens": int((trace.phase == DECODE).sum()),
+        "decode_tokens": int(decode.sum()),
         "absent_columns": sorted(absent),
         "absent_choices": int((trace.flat < 0).sum()),
         "skew": skew(geometry, counts_of(trace).counts.sum(axis=0, dtype=np.int64)),
         "reuse_distance": distance,
         "adjacent_overlap": overlap,
-        "recorded_hit_rate": None if trace.hits is None else float(trace.hits[trace.flat >= 0].mean()),
+        "recorded_hit_rate": _hit_rate(trace, decode),
     }
+
+
+def _hit_rate(trace: Trace, rows: Any) -> float | None:
+    """Share of the decode lookups that the recording engine had in its cache."""
+    if trace.hits is None or not rows.any():
+        return None
+    return float(trace.hits[rows][trace.flat[rows] >= 0].mean())
 
 
 def skew(geometry: Geometry, counts: Any) -> list[dict[str, Any]]:

@@ -24,6 +24,12 @@ def import_trace(
     source: Annotated[Path, typer.Argument(help="The trace as another engine recorded it.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The trace file to write.")],
     format: Annotated[str, typer.Option(help="Format of the source; `daop trace formats` lists them.")],
+    array: Annotated[
+        str | None, typer.Option(help="Which of the source's arrays, where it holds several.")
+    ] = None,
+    token_ids: Annotated[
+        bool, typer.Option(help="Also keep the input tokens' ids, where the source has them.")
+    ] = False,
     expert_bytes: Annotated[
         int | None, typer.Option(min=1, help="Bytes of one expert, where the source does not say.")
     ] = None,
@@ -33,7 +39,7 @@ def import_trace(
     from dataclasses import replace
 
     from daop.core import DaopError
-    from daop.training.importers.base import IMPORTERS
+    from daop.training.importers.base import IMPORTERS, ImportOptions
     from daop.training.writer import write_trace
 
     importer = IMPORTERS.get(format)
@@ -41,7 +47,7 @@ def import_trace(
         raise DaopError(f"{output} exists; name another -o, or replace it with --force")
     if not source.exists():
         raise DaopError(f"no trace at {source}; check the path")
-    trace = importer(source).validate(str(source))
+    trace = importer(source, ImportOptions(array=array, token_ids=token_ids)).validate(str(source))
     if expert_bytes is not None:
         geometry = replace(trace.geometry, expert_bytes=(expert_bytes,) * trace.geometry.layers)
         trace = replace(trace, geometry=geometry)
@@ -93,7 +99,7 @@ def _print(out: Output, path: Path, found: dict[str, Any]) -> None:
         if not found["complete"]:
             out.say("This recording was cut off; its complete row groups were read.", style="yellow")
         if found["recorded_hit_rate"] is not None:
-            out.say(f"recorded hits    {found['recorded_hit_rate']:.1%} of all lookups")
+            out.say(f"recorded hits    {found['recorded_hit_rate']:.1%} of the decode lookups")
     skew = found["skew"]
     out.say()
     out.say("per layer, first to last")

@@ -7,9 +7,9 @@ source's own redundancy; it never executes anything the source contains.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,22 @@ from numpy.typing import NDArray
 from daop.core import DaopError, Registry
 from daop.training.trace import CountsTrace, Trace
 
-Importer = Callable[[Path], Trace | CountsTrace]
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """``array``: which of several arrays, where a source has them; ``token_ids``: keep what the input
+    tokens were."""
+
+    array: str | None = None
+    token_ids: bool = False
+
+
+class Importer(Protocol):
+    """A function from a source to a trace; its docstring's first line is what the command line shows."""
+
+    def __call__(self, path: Path, options: ImportOptions) -> Trace | CountsTrace: ...
+
+
 IMPORTERS: Registry[Importer] = Registry("trace format", "daop.training.importers")
 
 
