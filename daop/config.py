@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -71,9 +72,12 @@ class RunConfig:
     def resolved(self, cpu: Cpu) -> RunConfig:
         """The same with what was left to daop decided for this machine.
 
-        The size of the hot set is decided later, by ``plan_memory``, which knows the model.
+        OMP_NUM_THREADS is heeded. The size of the hot set is decided later, by ``plan_memory``, which knows
+        the model.
         """
-        return dataclasses.replace(self, threads=self.threads or cpu.cores)
+        asked = os.environ.get("OMP_NUM_THREADS", "")
+        threads = self.threads or (int(asked) if asked.isdigit() else 0) or cpu.cores
+        return dataclasses.replace(self, threads=threads)
 
     def load_options(self) -> dict[str, Any]:
         """Keyword arguments for ``daop.load``."""

@@ -17,24 +17,21 @@ def _milliseconds(value: float) -> str:
 
 
 ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
-    ("tokens/s (decode)", lambda run: f"{run['tokens_per_second']:.2f}"),
-    ("time to first token", lambda run: _milliseconds(run["ttft_ms"])),
-    (
-        "time per token  p50 / p95 / p99",
-        lambda run: " / ".join(f"{run['tpot_ms'][p]:.1f}" for p in ("p50", "p95", "p99")) + " ms",
-    ),
-    ("hit rate (decode)", lambda run: f"{run['hit_rate']:.1%}"),
-    ("read from behind fast memory", lambda run: format_size(moved(run))),
-    (
-        "  on demand / useful / late / wasted",
-        lambda run: " / ".join(
-            format_size(run["bytes"][kind]) for kind in ("demand", "useful", "late", "wasted")
-        ),
-    ),
-    ("stall", lambda run: _milliseconds(sum(run["stall_ms"].values()))),
-    ("resident experts", lambda run: f"{format_size(run['memory_bytes']['experts'])} (ECR {run['ecr']:.2f})"),
-    ("peak memory of the process", lambda run: format_size(run["memory_bytes"]["peak"])),
+    ("decode", lambda run: f"{run['tokens_per_second']:.2f} tokens/s"),
+    ("first token (TTFT)", lambda run: _milliseconds(run["ttft_ms"])),
+    ("later token (TPOT), p50", lambda run: _milliseconds(run["tpot_ms"]["p50"])),
+    ("  p95", lambda run: _milliseconds(run["tpot_ms"]["p95"])),
+    ("  p99", lambda run: _milliseconds(run["tpot_ms"]["p99"])),
+    ("hit rate in decode", lambda run: f"{run['hit_rate']:.1%}"),
+    ("experts read", lambda run: format_size(moved(run))),
+    ("  by prefetch: useful", lambda run: format_size(run["bytes"]["useful"])),
+    ("  late", lambda run: format_size(run["bytes"]["late"])),
+    ("  wasted", lambda run: format_size(run["bytes"]["wasted"])),
+    ("stalled", lambda run: _milliseconds(sum(run["stall_ms"].values()))),
+    ("experts resident", lambda run: f"{format_size(run['memory_bytes']['experts'])}, ECR {run['ecr']:.2f}"),
+    ("peak memory", lambda run: format_size(run["memory_bytes"]["peak"])),
 )
+"""Label and text of every row; rows in which no run has anything to say are left out."""
 
 
 def moved(run: Figures) -> int:
@@ -52,5 +49,7 @@ def run_table(runs: Sequence[Figures], title: str | None = None) -> Table:
     for run in runs:
         table.add_column(run["policy"], justify="right")
     for name, show in ROWS:
-        table.add_row(name, *(show(run) for run in runs))
+        cells = [show(run) for run in runs]
+        if any(cell != "0 B" for cell in cells):
+            table.add_row(name, *cells)
     return table

@@ -32,12 +32,15 @@ def test_nonsense_is_named(options: dict[str, Any], words: str) -> None:
         RunConfig.from_mapping({"model": "m"} | options)
 
 
-def test_resolving_gives_a_new_configuration() -> None:
+def test_resolving_gives_a_new_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     config = RunConfig.from_mapping({"model": "m", "fast_memory": "2GiB"})
     cpu = Cpu(name="x", threads=8, cores=4, quota=None, flags=())
     assert config.fast_memory == 2 << 30
     assert (config.threads, config.resolved(cpu).threads) == (None, 4)
     assert dataclasses.replace(config, threads=3).resolved(cpu).threads == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert config.resolved(cpu).threads == 1
     assert "model" not in config.load_options()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 1  # type: ignore[misc]
