@@ -6,6 +6,7 @@ choice was not recorded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +17,35 @@ from daop.core import DaopError, FloatArray, Geometry, IntArray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Gates:
+    """A model's routers: ``weights[l]`` [E, H], ``biases[l]`` [E] or None, ``corrections[l]`` [E] (added to
+    the sigmoid of the logits when experts are selected) or None, ``norms[l]`` [H] weight of the norm before
+    the layer."""
+
+    weights: Sequence[FloatArray]
+    biases: Sequence[FloatArray | None]
+    corrections: Sequence[FloatArray | None]
+    norms: Sequence[FloatArray | None]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Hidden:
-    """Sampled inputs of the MoE layers: ``values`` [n, L, H] belong to the tokens ``rows`` [n] of the
-    routing."""
+    """Sampled inputs of the routers: ``values`` [n, L, H] of the tokens ``rows`` [n] of the routing,
+    ascending."""
 
     rows: NDArray[np.int64]
     values: NDArray[np.float16]
+    gates: Gates
+
+    def of_rows(self, rows: NDArray[np.int64]) -> Hidden:
+        """What belongs to the given rows, numbered anew by their place in ``rows``."""
+        order = np.argsort(rows, kind="stable")
+        at = np.searchsorted(rows[order], self.rows)
+        inside = np.minimum(at, max(len(rows) - 1, 0))
+        found = rows[order][inside] == self.rows if len(rows) else np.zeros(len(self.rows), np.bool_)
+        places = order[inside[found]]
+        ranked = np.argsort(places, kind="stable")
+        return Hidden(rows=places[ranked], values=self.values[found][ranked], gates=self.gates)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,7 +71,7 @@ class Routing:
         return len(self.offsets) - 1
 
     def select(self, sequences: NDArray[np.integer[Any]]) -> Routing:
-        """Only these sequences (indices), in this order; hidden states are dropped."""
+        """Only these sequences (indices), in this order."""
         parts = [np.arange(self.offsets[s], self.offsets[s + 1]) for s in sequences]
         rows = np.concatenate(parts) if parts else np.zeros(0, np.int64)
         return replace(
@@ -56,7 +80,7 @@ class Routing:
             offsets=np.concatenate([[0], np.cumsum([len(p) for p in parts])]).astype(np.int64),
             weights=None if self.weights is None else self.weights[rows],
             token_ids=None if self.token_ids is None else self.token_ids[rows],
-            hidden=None,
+            hidden=None if self.hidden is None else self.hidden.of_rows(rows),
         )
 
     def sample(self, max_tokens: int, seed: int = 0) -> Routing:

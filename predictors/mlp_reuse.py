@@ -9,7 +9,7 @@ import numpy as np
 from daop.core import FloatArray, Geometry
 
 from .base import PREDICTORS, Reuse, State
-from .data import Routing
+from .data import Routing, one_hot
 from .history import Context, Past
 from .network import Network, Weights, shapes, sigmoid
 
@@ -85,19 +85,20 @@ class MlpReuse(Reuse):
 
     def chances(self, context: Context) -> FloatArray:
         """[T, E of ``context.layer``, F] chance of a use within ``WITHIN`` tokens."""
-        layer, offsets = context.layer, self.geometry_.offsets
-        experts = np.arange(offsets[layer], offsets[layer + 1])
-        just = (context.chosen[:, layer, :, None] == experts).any(axis=1)
-        each = [self.network_.logits(context, f, layer, just) for f in range(len(WITHIN))]
-        return sigmoid(np.stack(each, axis=-1))
+        just = one_hot(context.chosen[:, context.layer], self.geometry_.total)
+        span = slice(*self.geometry_.offsets[context.layer : context.layer + 2])
+        return sigmoid(self.network_.logits_of_own(context, just[:, span]).transpose(0, 2, 1))
 
     def all_chances(self, context: Context) -> FloatArray:
         """[T, total, F] the same for every layer."""
-        parts = []
+        offsets = self.geometry_.offsets
+        just = one_hot(context.chosen, self.geometry_.total)  # [T, total]
+        logits = np.empty((len(just), len(WITHIN), self.geometry_.total), dtype=np.float32)
         for layer in range(self.geometry_.layers):
             context.layer = layer
-            parts.append(self.chances(context))
-        return np.concatenate(parts, axis=1)
+            span = slice(offsets[layer], offsets[layer + 1])
+            logits[:, :, span] = self.network_.logits_of_own(context, just[:, span])
+        return sigmoid(logits).transpose(0, 2, 1)
 
     def wait(self, context: Context, after: Past) -> FloatArray:
         return expected_wait(self.all_chances(context))

@@ -57,6 +57,7 @@ class Network:
         self.weights = weights
         self.geometry = geometry
         self.base = (geometry.top_k / np.repeat(geometry.experts, geometry.experts)).astype(np.float32)
+        self._spans = [slice(a, b) for a, b in zip(geometry.offsets[:-1], geometry.offsets[1:], strict=True)]
         self._key = key  # of this network in memos that several networks share
 
     def start(self, past: Past) -> FloatArray:
@@ -76,12 +77,28 @@ class Network:
             done, state = -1, self.start(context.past)
         for layer in range(done + 1, context.layer + 1):
             rows = w["chosen"][context.chosen[:, layer]]  # [T, K, D]
-            state = state + np.einsum("tkd,k->td", rows, w["rank"])
-            inner = np.maximum(normalise(state) @ w["in"][layer] + w["bias"][layer], 0.0)
-            state = state + inner @ w["out"][layer]
+            state = state + w["rank"] @ rows
+            inner = normalise(state) @ w["in"][layer]
+            inner += w["bias"][layer]
+            np.maximum(inner, 0.0, out=inner)
+            state += inner @ w["out"][layer]
         said = np.maximum(normalise(state), 0.0) @ w["head"][context.layer]
         context.memo[self._key] = (context.layer, state, said)
         return np.asarray(said, dtype=np.float32)
+
+    def logits_of_own(self, context: Context, just: Any) -> FloatArray:
+        """[T, F, E] every forecast about the experts of ``context.layer``; ``just`` [T, E] were chosen."""
+        w, layer = self.weights, context.layer
+        span, count = self._spans[layer], self.geometry.experts[layer]
+        widest = max(self.geometry.experts)
+        seen = np.empty((len(just), DIRECT, count), dtype=np.float32)
+        seen[:, :-1] = context.past.frequency[:, WINDOWS, span]
+        seen[:, :-1] -= self.base[span]
+        seen[:, -1] = just
+        out = w["direct"][layer] @ seen  # [T, F, E]
+        out += w["head_bias"][layer, :, :count]
+        out += self.read(context).reshape(len(just), -1, widest)[:, :, :count]
+        return np.asarray(out, dtype=np.float32)
 
     def logits(self, context: Context, forecast: int, target: int, last: Any) -> FloatArray:
         """[T, E of ``target``] log-odds of one of the F forecasts about layer ``target``.
@@ -89,7 +106,7 @@ class Network:
         ``last`` [T, E] says which of its experts were chosen last (by the previous token, or just now).
         """
         w, geometry = self.weights, self.geometry
-        span = slice(geometry.offsets[target], geometry.offsets[target + 1])
+        span = self._spans[target]
         count, first = geometry.experts[target], forecast * max(geometry.experts)
         out = self.read(context)[:, first : first + count] + w["head_bias"][context.layer, forecast, :count]
         direct = w["direct"][context.layer, forecast]
@@ -99,4 +116,4 @@ class Network:
 
 
 def sigmoid(logits: FloatArray) -> FloatArray:
-    return np.asarray(1.0 / (1.0 + np.exp(-logits)), dtype=np.float32)
+    return np.asarray(1.0 / (1.0 + np.exp(-np.clip(logits, -30.0, 30.0))), dtype=np.float32)

@@ -34,7 +34,7 @@ def evaluate(
         predictor.geometry_.check_same_shape(data.geometry, f"the predictor {name}", "the trace")
     if len(data) == 0:
         raise DaopError("nothing to evaluate on: the trace (or its test side) is empty")
-    small = data if data.hidden is not None else data.sample(max_tokens, seed)
+    small = data.sample(max_tokens, seed)
     if len(small) < len(data):
         log.info("evaluating on %d of %d tokens, whole sequences drawn at random", len(small), len(data))
     following = {n: p for n, p in predictors.items() if isinstance(p, NextLayer)}

@@ -13,6 +13,7 @@ from daop.predictors.base import PREDICTORS, Predictor
 
 from .dataset import to_routing
 from .evaluate import evaluate
+from .features import with_features
 from .metrics import DEFINITIONS
 from .parquet import read_trace
 from .split import split_by_sequence, without_copies
@@ -41,9 +42,13 @@ def evaluate_saved(
         predictors, cards = _load_all(folder, only)
         trace = _unseen(trace, folder, progress)
     else:
-        predictors, trace = _fit_here(what, trace, train_on, seed, progress)
+        predictors, trace = _fit_here(what, path, trace, train_on, seed, progress)
     progress(f"scoring {', '.join(predictors)} on {len(trace)} tokens")
-    reports = evaluate(predictors, to_routing(trace), max_tokens=max_tokens, seed=seed)
+    data = with_features(to_routing(trace), path, trace)
+    usable = {n: p for n, p in predictors.items() if data.hidden is not None or not p.needs.hidden}
+    for name in predictors.keys() - usable.keys():
+        progress(f"{name}: left out, the trace has no hidden states (record with --features)")
+    reports = evaluate(usable, data, max_tokens=max_tokens, seed=seed)
     document: dict[str, Any] = {
         "trace": path.name,
         "data": {"fingerprint": fingerprint(trace), "tokens": len(trace), "sequences": len(trace.sequences)},
@@ -90,7 +95,7 @@ def _unseen(trace: Trace, folder: Path, progress: Callable[[str], None]) -> Trac
 
 
 def _fit_here(
-    name: str, trace: Trace, train_on: Path | None, seed: int, progress: Callable[[str], None]
+    name: str, path: Path, trace: Trace, train_on: Path | None, seed: int, progress: Callable[[str], None]
 ) -> tuple[dict[str, Predictor], Trace]:
     cls = PREDICTORS.get(name)
     if train_on is None:
@@ -100,12 +105,14 @@ def _fit_here(
             f"{name}: fitted on {len(split.train)} of the sequences, scored on the other {len(split.test)}"
         )
     else:
-        source, dropped = without_copies(read_trace(train_on), trace)
+        source, dropped = without_copies(read_trace(train_on).grouped(), trace)
         if dropped:
             progress(
                 f"{dropped} sequences of {train_on} also stand in the trace to score on and were left out"
             )
-    return {name.replace(":", "."): cls().fit(to_routing(source))}, trace
+    origin = path if train_on is None else train_on
+    fitted = cls().fit(with_features(to_routing(source), origin, source))
+    return {name.replace(":", "."): fitted}, trace
 
 
 def drift(card: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

@@ -104,9 +104,7 @@ def _touch(data: Routing, rule: str, waits: NDArray[Any] | None) -> Touch:
             key[span] = (token + waits[token, span].astype(np.float64)) * layers + layer
 
         return forecast
-    raise DaopError(
-        f"unknown victim rule {rule!r}, or waits of the wrong shape; known rules: {', '.join(RULES)}"
-    )
+    raise DaopError(f"victim rule {rule!r} is not one of {', '.join(RULES)}, or its waits have another shape")
 
 
 def _next_step(data: Routing) -> NDArray[np.float64]:

@@ -19,6 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from daop.core import DaopError
 from daop.predictors.artefact import load, name_of, save
 from daop.predictors.base import PREDICTORS, NextLayer, Predictor, names_of
@@ -26,6 +28,7 @@ from daop.predictors.data import Counts, Routing
 
 from .dataset import read_traces, to_counts, to_routing
 from .evaluate import evaluate
+from .features import with_features
 from .metrics import DEFINITIONS
 from .split import Split, sequence_digests, split_by_sequence
 from .trace import CountsTrace, Trace
@@ -71,8 +74,10 @@ def train(
         return _train_counts(trace, paths, out, options, progress)
     trace = trace.grouped()
     split = split_by_sequence(trace, test_share=options.test_share, seed=options.seed)
-    fit_on = _bounded(to_routing(trace.select(split.train)), options, progress)
-    test = to_routing(trace.select(split.test))
+    data = with_features(to_routing(trace), paths[0], trace) if len(paths) == 1 else to_routing(trace)
+    in_test = np.isin(trace.sequences, split.test)
+    fit_on = _bounded(data.select(np.flatnonzero(~in_test)), options, progress)
+    test = data.select(np.flatnonzero(in_test))
     progress(
         f"{len(split.train)} sequences ({len(fit_on)} tokens) to fit on, "
         f"{len(split.test)} ({len(test)}) held out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from daop.core import Geometry
-from daop.predictors.data import Hidden, Routing
+from daop.predictors.data import Routing
 
 
 def sample_routing(
@@ -15,7 +15,6 @@ def sample_routing(
     *,
     kinds: int = 6,
     noise: float = 0.1,
-    hidden: int = 0,
     seed: int = 0,
 ) -> Routing:
     rng = np.random.default_rng(seed)
@@ -37,13 +36,11 @@ def sample_routing(
                 chosen = rng.permutation(count)[:top_k]
             flat[i, layer] = chosen + geometry.offsets[layer]
     weights = np.sort(rng.random(flat.shape), axis=2)[:, :, ::-1].astype(np.float32)
-    rows = np.arange(0, n, 2)
-    values = rng.standard_normal((len(rows), layers, max(hidden, 1))).astype(np.float16)
     return Routing(
         geometry=geometry,
         flat=flat,
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         weights=weights,
         token_ids=token,
-        hidden=Hidden(rows=rows, values=values) if hidden else None,
+        hidden=None,
     )
