@@ -24,6 +24,7 @@ class LastInput:
     def __init__(self) -> None:
         self.layer: int | None = None
         self.hidden: torch.Tensor | None = None  # [T, H]
+        self.batched = False  # whether the family's routers are handed [B, S, H]
 
 
 class Router:
@@ -35,7 +36,7 @@ class Router:
         self._last = last
         self._block = block
         self._count = count
-        # A correction bias that the block keeps and hands to its router (lfm2_moe, minimax_m2).
+        # A correction bias that the block keeps and hands to its router (lfm2_moe, minimax_m2, afmoe).
         self._extras = [
             name for name in list(inspect.signature(module.forward).parameters)[1:] if hasattr(block, name)
         ]
@@ -50,13 +51,16 @@ class Router:
     def _remember(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if inputs:
             self._last.layer = self._layer
+            self._last.batched = inputs[0].dim() == 3
             self._last.hidden = inputs[0].detach().reshape(-1, inputs[0].shape[-1])
 
     @torch.no_grad()
     def scores(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> float32 [T, E]; the chosen experts score 1 to 2, the others 0 to 1, by logit."""
-        out = self.module.forward(x, *(getattr(self._block, name) for name in self._extras))
-        tensors = [out] if isinstance(out, torch.Tensor) else list(out)
+        extras = (getattr(self._block, name) for name in self._extras)
+        out = self.module.forward(x[None] if self._last.batched else x, *extras)
+        # [T, ...] each; some routers give back the batch axis that they were given.
+        tensors = [tensor.reshape(len(x), -1) for tensor in ([out] if isinstance(out, torch.Tensor) else out)]
         ids = next((tensor for tensor in tensors if not tensor.is_floating_point()), None)
         full = [
             tensor for tensor in tensors if tensor.is_floating_point() and tensor.shape[-1] == self._count

@@ -39,6 +39,7 @@ MLA: dict[str, Any] = {
     "v_head_dim": 12,
     "num_key_value_heads": 4,
 }
+WIDE: dict[str, Any] = {"intermediate_size": DENSE, "moe_intermediate_size": I, "head_dim": 12}
 MAMBA: dict[str, Any] = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -195,6 +196,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     },
+    "afmoe": {**WIDE, "num_experts": E, "num_local_experts": E, "num_dense_layers": 1},
+    "aria_text": {
+        "intermediate_size": I,
+        "moe_num_experts": E,
+        "moe_topk": K,
+        "moe_num_shared_experts": 1,
+    },
+    "cohere2_moe": {**WIDE, "num_experts": E, "num_local_experts": E},
+    "deepseek_v32": MLA
+    | {**WIDE, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "exaone_moe": {
+        **WIDE,
+        "num_experts": E,
+        "n_group": 1,
+        "topk_group": 1,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "first_k_dense_replace": 1,
+        "is_moe_layer": [0, 1, 1],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "glm4_moe_lite": MLA | {**WIDE, "n_routed_experts": E, "first_k_dense_replace": 1},
+    "granitemoe_swa": {"intermediate_size": I, "num_local_experts": E},
+    "hy_v3": {**WIDE, "num_experts": E},
+    "laguna": {**WIDE, "num_experts": E},
+    "mellum": {**WIDE, "num_experts": E},
+    "mimo_v2_flash": {**WIDE, "n_routed_experts": E},
+    "minimax_m2": {"intermediate_size": I, "num_local_experts": E, "head_dim": 12},
+    "solar_open": {**WIDE, "n_routed_experts": E},
     "dbrx": {
         "d_model": H,
         "n_heads": 4,
@@ -205,6 +234,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """Configuration of each family, beyond ``COMMON``."""
+FAMILIES["qwen3_5_moe_text"] = FAMILIES["qwen3_next"]
 
 SQUARE: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": H},
