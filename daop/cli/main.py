@@ -15,7 +15,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import daop
-from daop.core import DaopError
 
 COMMANDS = {
     "demo": ("daop.cli.demo:demo", "Watch a model whose experts do not fit in memory generate text."),
@@ -50,6 +49,8 @@ class LazyGroup(TyperGroup):
         return name, stub and load_command(str(name)), rest
 
     def invoke(self, ctx: Any) -> Any:
+        from daop.core import DaopError  # here, since it needs numpy, which the help does not
+
         try:
             return super().invoke(ctx)
         except DaopError as error:
@@ -67,7 +68,7 @@ def load_command(name: str) -> Any:
     module, _, attribute = COMMANDS[name][0].partition(":")
     found: Any = getattr(importlib.import_module(module), attribute)
     if not isinstance(found, typer.Typer):
-        only = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        only = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         only.command(name)(found)
         found = only
     command = typer.main.get_command(found)
@@ -80,6 +81,7 @@ app = typer.Typer(
     name="daop",
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: rich would take a third of a second to load
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

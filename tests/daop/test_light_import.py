@@ -21,10 +21,19 @@ def test_import_daop_is_light() -> None:
     assert not modules_after("import daop") & (HEAVY | {"numpy", "rich", "typer"})
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--help"]])
-def test_help_is_light(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "also"),
+    [
+        (["--help"], {"numpy", "rich"}),
+        (["--version"], {"numpy", "rich"}),
+        (["run", "--help"], set()),
+        (["demo", "--help"], set()),
+        (["doctor", "--help"], set()),
+    ],
+)
+def test_help_is_light(arguments: list[str], also: set[str]) -> None:
     code = f"from daop.cli.main import app\ntry:\n    app({arguments})\nexcept SystemExit:\n    pass"
-    assert not modules_after(code) & HEAVY
+    assert not modules_after(code) & (HEAVY | also)
 
 
 def test_the_parts_of_the_package_are_light_to_import() -> None:
