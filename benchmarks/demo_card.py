@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import demo_corpus
-from demo_train import Recipe
 from safetensors import safe_open
 
 TEMPLATE = Path(__file__).with_name("demo_card.md")
@@ -82,7 +81,6 @@ def card(
     return TEMPLATE.read_text("utf-8").format(
         parameters=total / 1e6,
         active=(total - idle - model.model.embed_tokens.weight.numel()) / 1e6,
-        balance=Recipe.balance,
         layers=config.num_hidden_layers,
         experts=config.num_experts,
         top_k=config.num_experts_per_tok,

@@ -112,7 +112,7 @@ def loss_table(
             row[f"{name}_bits_per_byte"] = round(nats / result.byte_count / math.log(2), 3)
         rows.append(row)
     mean: dict[str, Any] = {"domain": "mean", "tokens": sum(row["tokens"] for row in rows)}
-    for key in rows[0].keys() - {"domain", "tokens"}:
+    for key in list(rows[0])[2:]:
         mean[key] = round(float(np.mean([row[key] for row in rows])), 3)
     return [*rows, mean]
 

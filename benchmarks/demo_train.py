@@ -16,7 +16,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import demo_start
 import numpy as np
@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 # T tokens, H hidden, E experts, K experts per token, I intermediate size
 EXPERTS_NAME = "sorted_loop"
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Recipe:
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
     warmup: float = 0.02
-    balance: float = 0.1
+    balance: tuple[tuple[float, float], ...] = ((0.0, 0.1), (0.5, 0.02))  # weight of that loss
     seed: int = 0
 
 
@@ -171,6 +172,11 @@ def rate(recipe: Recipe, done: float) -> float:
     return recipe.learning_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * phase)))
 
 
+def scheduled(schedule: tuple[tuple[float, Number], ...], done: float) -> Number:
+    """The value of the last entry that has begun, of entries (from which share of the run, value)."""
+    return [value for start, value in schedule if done >= start][-1]
+
+
 def worker(rank: int, config: Any, tokens: list[np.ndarray[Any, Any]], recipe: Recipe, store: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(recipe.seed)
@@ -221,10 +227,11 @@ def _loop(
             return
         for group in optimizer.param_groups:
             group["lr"] = rate(recipe, float(done)) * group["scale"]
-        length = max(length for start, length in recipe.sequence if done >= start)
+        length = scheduled(recipe.sequence, float(done))
+        weight = scheduled(recipe.balance, float(done))
         loss, balance, share = loss_of(batch(tokens, recipe, int(progress["steps"]), length, rank))
         optimizer.zero_grad(set_to_none=True)
-        (loss + recipe.balance * balance).backward()
+        (loss + weight * balance).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         progress["steps"] += 1
