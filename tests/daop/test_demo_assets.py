@@ -72,8 +72,8 @@ def test_tokenizer_round_trip(routed: dict[str, Any]) -> None:
 
 
 def test_model_has_learned(routed: dict[str, Any]) -> None:
-    """A uniform guess takes 8.3 nats per token."""
-    assert np.mean(routed["losses"]) < 7
+    """A uniform guess takes 8.3 nats per token, a bigram model 4.7; from so short a context it is harder."""
+    assert np.mean(routed["losses"]) < 4.6
 
 
 def test_routing_is_neither_collapsed_nor_alike_in_all_domains(routed: dict[str, Any]) -> None:
