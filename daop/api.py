@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from daop.core import DaopError, Geometry
+from daop.core import DaopError
 from daop.forward_watch import ForwardWatch
 from daop.generation import Generation, OnText, generate, stream
 from daop.runtime.checkpoint import Checkpoint, open_checkpoint
@@ -57,7 +57,8 @@ def load(
     seed: int = 0,
     policy_options: dict[str, Any] | None = None,
     profile: str | Path | None = None,
-    recorder: Callable[[Geometry], Recorder] | None = None,
+    trace: str | Path | None = None,
+    trace_token_ids: bool = False,
     progress: Progress | None = None,
 ) -> Runtime:
     """Open a model and put its hot set into fast memory.
@@ -65,7 +66,8 @@ def load(
     ``model``: a Hugging Face directory or hub id of safetensors. ``fast_memory`` (bytes, or "2GiB") or
     ``ecr`` (share of the routed experts) set the hot set's size; with neither it is chosen to fit this
     machine. ``policy``: a name of ``POLICIES``, ``module:Class``, or a policy object;
-    ``profile``: a folder with what other traffic taught. ``dtype``: that of
+    ``profile``: a folder with what other traffic taught. ``trace``: record the routing into this file,
+    ``trace_token_ids`` with the tokens' ids. ``dtype``: that of
     everything but the routed experts, which are computed as stored. ``context`` and ``batch`` are what
     the KV cache is planned for. Raises DaopError with the remedy when something does not fit.
     """
@@ -94,7 +96,7 @@ def load(
         direct_io=direct_io,
         dtype=dtype,
         threads=threads,
-        recorder=recorder(checkpoint.geometry) if recorder else None,
+        recorder=_recorder(trace, checkpoint, policy, trace_token_ids) if trace is not None else None,
         progress=say,
     )
 
@@ -109,6 +111,18 @@ def _policy(
             f"--policy {name} must know the future, which only a simulated run does: daop compare"
         )
     return policy
+
+
+def _recorder(path: str | Path, checkpoint: Checkpoint, policy: object, token_ids: bool) -> Recorder:
+    from daop.training.recorder import TraceRecorder
+
+    source = {
+        "engine": "daop",
+        "model": checkpoint.path.name,
+        "model_type": checkpoint.skeleton.model_type,
+        "policy": policy if isinstance(policy, str) else type(policy).__name__,
+    }
+    return TraceRecorder(path, checkpoint.geometry, source=source, store_token_ids=token_ids)
 
 
 class Runtime:
@@ -237,7 +251,7 @@ class Runtime:
             "experts": self._memory.expert_bytes,
             "non_experts": sum(p.numel() * p.element_size() for p in self.model.parameters()),
             "kv_cache": self.plan.kv_cache,
-            "workspace": self._memory.staging_bytes,
+            "workspace": self.plan.workspace,
             "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
 
@@ -259,13 +273,16 @@ class Runtime:
         """Ask the kernel to forget what it cached of the checkpoint's files."""
         self._reader.drop_cache()
 
-    def close(self) -> None:
-        """End the reading threads, close the files, finish the trace. Safe to call twice."""
+    def close(self, *, complete: bool = True) -> None:
+        """End the reading threads, close the files, finish the trace. Safe to call twice.
+
+        ``complete`` False: the run broke off, so a trace stays marked as unfinished.
+        """
         self._transfers.close()
         self._reader.close()
-        if self._executor.recorder is not None:
-            self._executor.recorder.close()
-            self._executor.recorder = None
+        recorder, self._executor.recorder = self._executor.recorder, None
+        if recorder is not None:
+            recorder.close() if complete else recorder.keep_partial()
 
     def __enter__(self) -> Runtime:
         return self
@@ -273,7 +290,7 @@ class Runtime:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(complete=error is None)
 
     def _experts(
         self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor

@@ -25,6 +25,7 @@ class RunConfig:
     ``fast_memory``: bytes for resident experts; ``ecr``: their share instead; with neither as many as fit.
     ``dtype``: of everything but the routed experts (None: what the model says). ``threads`` None: one for
     each core that this process may use. ``context`` and ``batch``: what the KV cache is planned for.
+    ``profile``: a folder with what other traffic taught; ``trace``: the file that the routing is recorded in.
     """
 
     model: str
@@ -39,6 +40,9 @@ class RunConfig:
     context: int = 2048
     batch: int = 1
     seed: int = 0
+    profile: str | None = None
+    trace: str | None = None
+    trace_token_ids: bool = False
 
     def __post_init__(self) -> None:
         if not self.model:

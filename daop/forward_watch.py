@@ -22,6 +22,8 @@ class ForwardWatch:
     def __init__(self, model: torch.nn.Module, executor: HostExecutor) -> None:
         self._executor = executor
         self._sequence = 0  # number of the running batch's first sequence in the trace
+        self._ended: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
+        self._model = model
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
 
@@ -47,8 +49,19 @@ class ForwardWatch:
         positions, real = _positions(kwargs, rows, length, seen)
         sequences = np.arange(self._sequence, self._sequence + rows, dtype=np.int32).repeat(length)
         ids = tokens.reshape(-1).numpy() if tokens.dim() == 2 else None
+        if new:
+            self._ended = np.zeros(rows, dtype=np.bool_)
+        elif ids is not None and phase is Phase.DECODE:
+            real = real[~self._has_ended(ids)[real]]
         self._executor.begin_forward(phase, rows * length, new, real)
         recorder.begin_forward(phase, sequences[real], positions[real], None if ids is None else ids[real])
+
+    def _has_ended(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which rows of a decode step only wait for the others: they were given their end token, or more."""
+        end = getattr(getattr(self._model, "generation_config", None), "eos_token_id", None)
+        if end is not None:
+            self._ended = self._ended | np.isin(ids, end)
+        return self._ended
 
     def _after(self, *_: Any) -> None:
         if self._executor.recorder is not None:

@@ -33,3 +33,6 @@ class Recorder(Protocol):
 
     def close(self) -> None:
         """Finish the file."""
+
+    def keep_partial(self) -> None:
+        """Stop after an error: what is complete is kept, marked as unfinished."""

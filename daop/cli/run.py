@@ -54,6 +54,12 @@ def run(
     batch: Annotated[int, Option(min=1, help="Prompts that are run side by side.")] = 1,
     temperature: Annotated[float, Option(min=0.0, help="0: the likeliest token; above 0: sample.")] = 0.0,
     seed: Annotated[int, Option(min=0, help="Seed of the sampling.")] = 0,
+    profile: Annotated[
+        Path | None, Option(metavar="DIR", help="What training learnt from other traffic.")
+    ] = None,
+    trace: Annotated[
+        Path | None, Option(metavar="FILE", help="Record the routing (no text, no token ids) into a trace.")
+    ] = None,
     json: Annotated[
         str | None, Option(metavar="FILE", help="Write every figure as JSON; - for standard output.")
     ] = None,
@@ -75,6 +81,8 @@ def run(
         context=context,
         batch=min(batch, len(asked)),
         seed=seed,
+        profile=None if profile is None else str(profile),
+        trace=None if trace is None else str(trace),
     ).resolved(machine.read_cpu())
     with mended(), load(config, output) as runtime:
         output.say(runtime.plan.reason, style="dim")

@@ -1,4 +1,4 @@
-"""``daop trace``: import and inspect routing traces."""
+"""``daop trace``: record, import and inspect routing traces."""
 
 from __future__ import annotations
 
@@ -17,6 +17,52 @@ trace_app = typer.Typer(
 )
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+@trace_app.command("capture")
+def capture(
+    model: Annotated[str, typer.Argument(help="A folder of safetensors, or a hub id (owner/name).")],
+    prompts: Annotated[Path, typer.Option(metavar="FILE", help="Prompts: text, one a line, or .jsonl.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The trace file to write.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 64,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only so many prompts of the file.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts that are run side by side.")] = 1,
+    ecr: Annotated[float | None, typer.Option(help="Share of the experts that is resident, 0 to 1.")] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a prompt and its answer.")] = 2048,
+    token_ids: Annotated[
+        bool, typer.Option(help="Also keep the tokens' ids. Whoever has them can read the text.")
+    ] = False,
+    force: Annotated[bool, typer.Option(help="Replace the output if it exists.")] = False,
+) -> None:
+    """Run prompts through a model and record its routing, prefill and decode. No text is stored."""
+    from daop import machine
+    from daop.cli.output import mended
+    from daop.cli.run import load
+    from daop.config import RunConfig
+    from daop.core import DaopError
+    from daop.prompts import encode, read_prompts
+
+    if output.exists() and not force:
+        raise DaopError(f"{output} exists; name another -o, or replace it with --force")
+    out = Output(None)
+    asked = read_prompts(prompts, limit)
+    config = RunConfig(
+        model=model,
+        ecr=ecr,
+        context=context,
+        batch=batch,
+        trace=str(output),
+        trace_token_ids=token_ids,
+    ).resolved(machine.read_cpu())
+    tokens = 0
+    with mended(), load(config, out) as runtime:
+        ids = [encode(prompt.messages, runtime.tokenizer, prompt.source) for prompt in asked]
+        with out.progress() as told:
+            for start in range(0, len(ids), batch):
+                told(f"recording prompt {start + 1} of {len(ids)}", start / len(ids))
+                for answer in runtime.generate(ids[start : start + batch], max_new_tokens):
+                    tokens += len(answer.prompt_ids) + len(answer.token_ids)
+    out.say(f"{output}: {len(ids)} sequences, {tokens} tokens of prompts and answers")
 
 
 @trace_app.command("import")

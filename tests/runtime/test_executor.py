@@ -196,6 +196,39 @@ def test_a_read_error_mid_run_is_told_and_the_next_run_is_right(
         assert tokens(runtime) == reference
 
 
+class FailsOnce:
+    """While ``slow``, reads take long; the one that is ``armed`` fails at once, with the others under way."""
+
+    def __init__(self, inner: FileReader) -> None:
+        self.inner, self.armed, self.slow, self.lock = inner, False, False, threading.Lock()
+
+    def read(self, file: int, offset: int, out: NDArray[np.uint8]) -> None:
+        with self.lock:
+            fails, self.armed = self.armed, False
+        if fails:
+            raise OSError(5, "Input/output error")
+        time.sleep(0.1 if self.slow else 0.0)
+        self.inner.read(file, offset, out)
+
+
+def test_reads_left_over_from_a_broken_run_cannot_reach_the_next(
+    model: Path, reference: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[FailsOnce] = []
+
+    def make(inner: FileReader) -> FailsOnce:
+        readers.append(FailsOnce(inner))
+        return readers[-1]
+
+    with reader_of(make, monkeypatch), load(model, policy="static", fast_memory=0) as runtime:
+        for _ in range(3):
+            readers[-1].armed = readers[-1].slow = True
+            with pytest.raises(DaopError, match="cannot read expert"):
+                runtime.generate([PROMPTS[2]], 1)
+            readers[-1].slow = False
+            assert runtime.generate([PROMPTS[0]], 3)[0].token_ids == reference[0][:3]
+
+
 def test_a_stale_slot_would_show(model: Path, reference: list[list[int]]) -> None:
     """Slots and staging are poisoned with NaN: any byte computed before it was read ends in NaN."""
     with load(model, policy="speculative", fast_memory=slots(model, 6)) as runtime:
