@@ -201,14 +201,18 @@ class FailsOnce:
 
     def __init__(self, inner: FileReader) -> None:
         self.inner, self.armed, self.slow, self.lock = inner, False, False, threading.Lock()
+        self.active = 0
 
     def read(self, file: int, offset: int, out: NDArray[np.uint8]) -> None:
         with self.lock:
             fails, self.armed = self.armed, False
+            self.active += not fails
         if fails:
             raise OSError(5, "Input/output error")
         time.sleep(0.1 if self.slow else 0.0)
         self.inner.read(file, offset, out)
+        with self.lock:
+            self.active -= 1
 
 
 def test_reads_left_over_from_a_broken_run_cannot_reach_the_next(
@@ -225,6 +229,7 @@ def test_reads_left_over_from_a_broken_run_cannot_reach_the_next(
             readers[-1].armed = readers[-1].slow = True
             with pytest.raises(DaopError, match="cannot read expert"):
                 runtime.generate([PROMPTS[2]], 1)
+            assert readers[-1].active == 0  # no read is left that could write into a buffer used anew
             readers[-1].slow = False
             assert runtime.generate([PROMPTS[0]], 3)[0].token_ids == reference[0][:3]
 
