@@ -18,7 +18,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from daop.core import DaopError
 from daop.runtime.checkpoint import Checkpoint
-from daop.runtime.families import IMPLEMENTATION, Experts, ExpertsFn, Route, find_experts, run_route
+from daop.runtime.experts import Experts, ExpertsFn, Route
+from daop.runtime.families import IMPLEMENTATION, find_experts, run_route
 from daop.runtime.layout import DTYPES, ExpertForm
 from daop.runtime.routers import LastInput, Router
 from daop.runtime.safetensors_index import TensorInfo

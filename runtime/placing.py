@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from daop.core import DaopError
-from daop.runtime.families import Experts, PartSource
+from daop.runtime.experts import Experts, PartSource
 from daop.runtime.layout import DTYPES, ExpertLayout
 from daop.runtime.names import Target
 from daop.runtime.safetensors_index import TensorIndex, TensorInfo

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from daop.runtime.checkpoint import Checkpoint
-from daop.runtime.families import ExpertsFn
+from daop.runtime.experts import ExpertsFn
 from daop.runtime.layout import ExpertForm
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from daop.runtime.families import Experts
+from daop.runtime.experts import Experts
 
 
 class LastInput:

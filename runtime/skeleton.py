@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from daop.core import DaopError
-from daop.runtime.families import TESTED, Experts, find_experts
+from daop.runtime.experts import Experts
+from daop.runtime.families import TESTED, find_experts
 
 
 @dataclass(frozen=True, eq=False)

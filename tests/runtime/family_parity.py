@@ -21,7 +21,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from daop.runtime.checkpoint import Checkpoint, open_checkpoint
-from daop.runtime.families import ExpertsFn
+from daop.runtime.experts import ExpertsFn
 from daop.runtime.model import BuiltModel, build_model
 from daop.runtime.reference import reference_experts
 
