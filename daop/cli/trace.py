@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from daop.cli.capture import capture
 from daop.cli.output import Output
 
 trace_app = typer.Typer(
@@ -15,6 +16,8 @@ trace_app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+trace_app.command("capture")(capture)
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
