@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from daop.core import DaopError, Geometry, Phase
+from daop.core import DaopError
 from daop.predictors.data import Gates, Hidden, Routing
 
-from .recorder import TraceRecorder
 from .trace import Trace
 
 # What the norm before a MoE block is called, by family.
@@ -50,22 +49,29 @@ def find_routers(model: Any) -> list[tuple[Any, Any]]:
 
 
 class FeatureTap:
-    """Keeps router inputs of a sample of tokens. ``begin`` and ``end`` bracket every forward pass."""
+    """Keeps router inputs of a sample of the tokens that a transformers model generates, one sequence at a
+    time.
+
+    It hooks the model's forward and its routers; sequences count from 0 as they come, so that they have the
+    numbers of a trace that is recorded beside it.
+    """
 
     def __init__(self, model: Any, *, max_bytes: int = DEFAULT_BYTES, seed: int = 0) -> None:
         self._routers = find_routers(model)
         if not self._routers:
             raise DaopError("no routers were found in this model, so --features has nothing to record")
-        self._hidden = int(self._routers[0][0].weight.shape[-1])
-        layers = len(self._routers)
-        self.capacity = max(1, max_bytes // (layers * self._hidden * 2))
+        width = int(self._routers[0][0].weight.shape[-1])
+        self.capacity = max(1, max_bytes // (len(self._routers) * width * 2))
         self.seen = 0
         self._rng = np.random.default_rng(seed)
         self._kept: list[tuple[int, int, NDArray[np.float16]]] = []  # sequence, position, [L, H]
         self._now: dict[int, Any] = {}
+        self._sequence = -1
+        self._position = 0
         self._handles = [
-            router.register_forward_pre_hook(self._hook(layer))
-            for layer, (router, _) in enumerate(self._routers)
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after),
+            *(r.register_forward_pre_hook(self._hook(layer)) for layer, (r, _) in enumerate(self._routers)),
         ]
 
     def _hook(self, layer: int) -> Any:
@@ -76,28 +82,25 @@ class FeatureTap:
 
         return keep
 
-    def begin(self) -> None:
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._now.clear()
+        cache = next((kwargs[n] for n in ("past_key_values", "cache") if kwargs.get(n) is not None), None)
+        self._position = int(cache.get_seq_length()) if cache is not None else 0
+        self._sequence += self._position == 0
 
-    def end(self, phase: Phase, sequences: NDArray[Any], positions: NDArray[Any]) -> None:
-        """The forward is over; its tokens, if generated ones, may enter the sample."""
-        if phase is not Phase.DECODE or len(self._now) != len(self._routers):
-            return
-        if any(len(x) != len(sequences) for x in self._now.values()):
-            return  # padded batch: rows cannot be told apart
-        for i, (sequence, position) in enumerate(zip(sequences.tolist(), positions.tolist(), strict=True)):
-            self.seen += 1
-            slot = len(self._kept)
+    def _after(self, *_: Any) -> None:
+        rows = {len(x) for x in self._now.values()}
+        if self._position == 0 or rows != {1} or len(self._now) != len(self._routers):
+            return  # a prompt, or several sequences side by side
+        self.seen += 1
+        slot = len(self._kept)
+        if slot >= self.capacity:
+            slot = int(self._rng.integers(self.seen))
             if slot >= self.capacity:
-                slot = int(self._rng.integers(self.seen))
-                if slot >= self.capacity:
-                    continue
-            rows = [self._now[layer][i].float().cpu().numpy() for layer in range(len(self._routers))]
-            entry = (sequence, position, np.stack(rows).astype(np.float16))
-            if slot == len(self._kept):
-                self._kept.append(entry)
-            else:
-                self._kept[slot] = entry
+                return
+        states = np.stack([self._now[layer][0].float().cpu().numpy() for layer in range(len(self._routers))])
+        entry = (self._sequence, self._position, states.astype(np.float16))
+        self._kept[slot : slot + 1] = [entry]
 
     def close(self) -> None:
         for handle in self._handles:
@@ -136,39 +139,6 @@ class FeatureTap:
 
 def _numpy(tensor: Any) -> NDArray[np.float32]:
     return np.ascontiguousarray(tensor.detach().float().cpu().numpy())
-
-
-class FeatureRecorder(TraceRecorder):
-    """A trace recorder that also samples hidden states; ``attach`` it to the model once that is loaded."""
-
-    def __init__(
-        self, path: str | Path, geometry: Geometry, *, max_bytes: int = DEFAULT_BYTES, **options: Any
-    ) -> None:
-        super().__init__(path, geometry, **options)
-        self._path = Path(path)
-        self._max_bytes = max_bytes
-        self._tap: FeatureTap | None = None
-        self._at: tuple[Phase, NDArray[Any], NDArray[Any]] | None = None
-
-    def attach(self, model: Any) -> None:
-        self._tap = FeatureTap(model, max_bytes=self._max_bytes)
-
-    def begin_forward(self, phase: Phase, sequences: Any, positions: Any, token_ids: Any = None) -> None:
-        super().begin_forward(phase, sequences, positions, token_ids)
-        self._at = (phase, np.asarray(sequences), np.asarray(positions))
-        if self._tap is not None:
-            self._tap.begin()
-
-    def end_forward(self) -> None:
-        super().end_forward()
-        if self._tap is not None and self._at is not None:
-            self._tap.end(*self._at)
-
-    def close(self) -> None:
-        super().close()
-        if self._tap is not None:
-            self._tap.close()
-            self._tap.save(features_path(self._path))
 
 
 def read_features(trace_path: Path, trace: Trace) -> Hidden | None:

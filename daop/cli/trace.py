@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from daop.cli.capture import capture
 from daop.cli.output import Output
 
 trace_app = typer.Typer(
@@ -16,8 +15,6 @@ trace_app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-trace_app.command("capture")(capture)
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -35,6 +32,16 @@ def capture(
     token_ids: Annotated[
         bool, typer.Option(help="Also keep the tokens' ids. Whoever has them can read the text.")
     ] = False,
+    features: Annotated[
+        bool, typer.Option("--features", help="Also keep a sample of the routers' inputs beside the trace.")
+    ] = False,
+    feature_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="At most so much of them; tokens are drawn at random.")
+    ] = "256MiB",
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0: the likeliest token; above 0: sample.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     force: Annotated[bool, typer.Option(help="Replace the output if it exists.")] = False,
 ) -> None:
     """Run prompts through a model and record its routing, prefill and decode. No text is stored."""
@@ -44,10 +51,16 @@ def capture(
     from daop.config import RunConfig
     from daop.core import DaopError
     from daop.prompts import encode, read_prompts
+    from daop.training.features import FeatureTap, features_path
+    from daop.units import parse_size
 
     if output.exists() and not force:
         raise DaopError(f"{output} exists; name another -o, or replace it with --force")
     out = Output(None)
+    if features and batch > 1:
+        raise DaopError("--features needs --batch 1: the rows of several sequences cannot be told apart")
+    room = parse_size(feature_bytes, "--feature-bytes")
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
     asked = read_prompts(prompts, limit)
     config = RunConfig(
         model=model,
@@ -56,15 +69,20 @@ def capture(
         batch=batch,
         trace=str(output),
         trace_token_ids=token_ids,
+        seed=seed,
     ).resolved(machine.read_cpu())
     tokens = 0
     with mended(), load(config, out) as runtime:
         ids = [encode(prompt.messages, runtime.tokenizer, prompt.source) for prompt in asked]
+        tap = FeatureTap(runtime.model, max_bytes=room) if features else None
         with out.progress() as told:
             for start in range(0, len(ids), batch):
                 told(f"recording prompt {start + 1} of {len(ids)}", start / len(ids))
-                for answer in runtime.generate(ids[start : start + batch], max_new_tokens):
+                for answer in runtime.generate(ids[start : start + batch], max_new_tokens, **sampling):
                     tokens += len(answer.prompt_ids) + len(answer.token_ids)
+    if tap is not None:
+        tap.close()
+        tap.save(features_path(output))
     out.say(f"{output}: {len(ids)} sequences, {tokens} tokens of prompts and answers")
 
 
