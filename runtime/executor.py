@@ -138,9 +138,9 @@ class HostExecutor:
             self._phase,
             self._forward,
             batch.hidden.shape[0],
-            (batch.experts + base).tolist(),
-            batch.tokens.tolist(),
-            batch.weight_sums().tolist(),
+            [base + expert for expert in batch.experts],
+            batch.tokens,
+            batch.weight_sums(),
         )
 
     def _run(self, step: Step, work: Work, compute: HostExperts, batch: Batch) -> float:

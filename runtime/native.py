@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from array import array
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -116,14 +117,14 @@ class Kernels:
         """Experts at addresses ``slots``, of which the i-th computes rows starts[i]..starts[i + 1] of
         ``pairs``: out [rows, H]. ``scratch`` is float32 of at least rows x padded I."""
         count = len(slots)
-        table = (ctypes.c_int64 * (2 * count + 1))(*slots, *starts)
-        at = ctypes.addressof(table)
+        table = array("q", (*slots, *starts))
+        at = table.buffer_info()[0]
         call = CCall(
             ctypes.addressof(form),
             x.data_ptr(),
             at,
             at + 8 * count,
-            pairs.ctypes.data,
+            pairs.__array_interface__["data"][0],
             weights.data_ptr(),
             scratch.data_ptr(),
             out.data_ptr(),

@@ -18,12 +18,14 @@
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))
 
 namespace {
 
-constexpr int64_t TILE_ROWS = 64;      // of [out, in] weights: what a thread takes at a time
-constexpr int64_t TILE_COLUMNS = 128;  // of [in, out] weights: wide enough to read whole lines
+constexpr int64_t TILE = 128;          // rows that a thread takes at a time, at most
+constexpr int64_t SMALLEST_TILE = 16;  // and at least
 constexpr int64_t TOKENS = 16;         // per expert and pass over a tile
+constexpr int64_t AHEAD = 16384;       // bytes between what is computed and what is fetched
 constexpr int64_t STRETCH = 512;       // values of GROUP rows that many tokens share in the first cache
 constexpr int64_t GROUP = 8;
 
@@ -136,10 +138,13 @@ struct Work {
   int64_t rows, tile, tiles;  // tiles per task
   std::atomic<int64_t> next{0};
 
-  Work(const Call& c, const Variant& v, bool first)
+  Work(const Call& c, const Variant& v, bool first, int64_t threads)
       : call(&c), variant(&v), first_half(first), rows(first ? c.form->inner : c.form->hidden) {
+    // Long tiles, so that memory is read in long runs, but enough of them that threads end together. Columns
+    // ([in, out]) need the full width for that.
     const bool columns = first ? c.form->transposed : c.form->down_transposed;
-    tile = columns ? TILE_COLUMNS : TILE_ROWS;
+    tile = round_up(rows * c.tasks / (16 * threads) + 1, SMALLEST_TILE);
+    if (columns || tile > TILE) tile = TILE;
     tiles = (rows + tile - 1) / tile;
   }
 
@@ -189,7 +194,7 @@ void daop_prepare(int variant, const void* hidden, int32_t dtype, int64_t rows, 
 
 void daop_run(int variant, const Call* call, Parallel parallel, unsigned threads) {
   for (int phase = 0; phase < 2; ++phase) {
-    Work work(*call, supported()[variant], phase == 0);
+    Work work(*call, supported()[variant], phase == 0, parallel ? threads : 1);
     if (parallel && threads > 1)
       parallel(Work::run, &work, threads, 0);
     else
