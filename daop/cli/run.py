@@ -95,6 +95,8 @@ def gather(texts: Sequence[str], file: Path | None, limit: int | None) -> list[P
     """The prompts of the command line."""
     if bool(texts) == (file is not None):
         raise DaopError("give either --prompt TEXT (once or more) or --prompts FILE")
+    if limit is not None and file is None:
+        raise DaopError("--limit is for the prompts of a file: leave it out, or give --prompts FILE")
     return read_prompts(file, limit) if file is not None else [from_text(text) for text in texts]
 
 

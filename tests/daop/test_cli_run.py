@@ -85,6 +85,7 @@ def test_the_chat_template_is_applied(tmp_path: Path) -> None:
     [
         ((), "--prompt TEXT"),
         (("--prompt", "x", "--prompts", "y.txt"), "either"),
+        (("--prompt", "x", "--limit", "1"), "--limit is for"),
         (("--prompts", "missing.txt"), "missing.txt: No such file"),
         (("--prompt", " "), "is empty"),
         (("--prompt", "x", "--ecr", "1.5"), "--ecr is 1.5"),
