@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -110,8 +111,9 @@ class TraceWriter:
             self._columns = columns
         if columns != self._columns:
             raise ValueError(f"{self.path} has the optional columns {self._columns}, this piece {columns}")
-        for start in range(0, len(piece), ROW_GROUP):
-            rows = piece.take(slice(start, start + ROW_GROUP))
+        cuts = np.linspace(0, len(piece), max(1, len(piece) // ROW_GROUP) + 1).astype(int)
+        for start, end in pairwise(cuts):
+            rows = piece.take(slice(start, end))
             table = _token_table(Trace(**{**rows.__dict__, "geometry": self.geometry, "source": self.source}))
             part = self._folder / f"part-{len(self._parts):06d}.parquet"
             hidden = part.with_suffix(".tmp")
@@ -128,7 +130,7 @@ class TraceWriter:
         hidden = self._folder / "joined.tmp"
         with pq.ParquetWriter(hidden, pq.read_schema(self._parts[0]), **_OPTIONS) as out:
             for part in self._parts:
-                out.write_table(pq.read_table(part), row_group_size=ROW_GROUP)
+                out.write_table(pq.read_table(part), row_group_size=2 * ROW_GROUP)
         os.replace(hidden, self.path)
         shutil.rmtree(self._folder)
 
@@ -149,7 +151,7 @@ class TraceWriter:
 
 
 def _write_table(table: pa.Table, path: Path) -> None:
-    pq.write_table(table, path, row_group_size=ROW_GROUP, **_OPTIONS)
+    pq.write_table(table, path, row_group_size=2 * ROW_GROUP, **_OPTIONS)
 
 
 def write_trace(trace: Trace | CountsTrace, path: str | Path) -> None:
