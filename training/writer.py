@@ -111,6 +111,8 @@ class TraceWriter:
             self._columns = columns
         if columns != self._columns:
             raise ValueError(f"{self.path} has the optional columns {self._columns}, this piece {columns}")
+        if not len(piece):
+            return
         cuts = np.linspace(0, len(piece), max(1, len(piece) // ROW_GROUP) + 1).astype(int)
         for start, end in pairwise(cuts):
             rows = piece.take(slice(start, end))
