@@ -40,6 +40,8 @@ def test_every_command_line_of_the_readme_is_understood() -> None:
     assert len(lines) > 4
     for line in lines:
         name, *arguments = line.split()
+        command = load_command(name)
+        command = getattr(command, "commands", {}).get(arguments[0], command)
         options = {flag for flag in arguments if flag.startswith("--")}
-        known = {flag for parameter in load_command(name).params for flag in parameter.opts}
+        known = {flag for parameter in command.params for flag in parameter.opts}
         assert options <= known, line
