@@ -85,6 +85,11 @@ class ContextModel:
         return cls(leads=leads, table=table, bias=bias.astype(np.float32), gain=gain.astype(np.float32))
 
 
+def turns(leads: tuple[int, ...], layers: int) -> tuple[int, ...]:
+    """The leads that a model of so many layers has, its whole turn last."""
+    return (*(lead for lead in leads if lead < layers), layers)
+
+
 def padded(geometry: Geometry, frequency: FloatArray | None) -> FloatArray:
     """[L, E] how often each expert is used per visit; without ``frequency`` [total] all alike."""
     out = np.zeros((geometry.layers, max(geometry.experts)), dtype=np.float32)
@@ -107,7 +112,7 @@ def fit(
 ) -> ContextModel:
     """Learn from decode traffic: ``ids`` [N, L, K], ``sequence`` [N] in ascending runs."""
     layers, experts = geometry.layers, max(geometry.experts)
-    leads = (*leads, layers) if layers not in leads else leads
+    leads = turns(leads, layers)
     tokens = len(ids)
     used = np.zeros((tokens, layers, experts), dtype=np.float32)
     np.put_along_axis(used, ids.astype(np.int64), 1.0, axis=2)
@@ -156,7 +161,7 @@ def _fit_lead(
         for at in range(0, max(1, len(order) - batch + 1), batch):
             rows = order[at : at + batch]
             three = np.concatenate([used[rows - 2], used[rows - 1], used[rows]], axis=1)  # [B, 3L, E]
-            seen = [three[:, source - lag] for lag in range(LAGS)]
+            seen = [three[:, np.maximum(source - lag, 0)] for lag in range(LAGS)]
             inputs = np.concatenate([*seen, used[rows - 1]], axis=2).transpose(1, 0, 2)  # [L, B, X]
             extra = features_of(averages[rows].astype(np.float32)).transpose(1, 0, 2, 3)  # [L, B, F, E]
             z = inputs @ parameters[0] + parameters[1][:, None]

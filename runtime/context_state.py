@@ -8,8 +8,10 @@ Both blend a sharp forecast with the plain frequency, by how well either has don
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from daop.core import FloatArray, Geometry, Step
 
@@ -18,12 +20,16 @@ from .context_model import DECAYS, FLOOR, LAGS, ContextModel, padded
 PRIOR = 200.0  # tokens that a profile's frequency counts for
 MEMORY = 0.98  # of the running log losses
 SHARPNESS = 160.0  # how fast a better log loss wins the blend
-CHECK_EVERY = 4  # steps between two comparisons of the forecasts
+CERTAIN = 0.999  # trust from which the frequency has no say
+CHECK_EVERY = 7  # steps between two comparisons of the forecasts
 HALF = len(DECAYS)
 
 
 class ContextState:
-    """Holds the model's inputs; ``absorb`` is called once per layer and forward pass."""
+    """Holds the model's inputs; ``absorb`` is called once per layer and forward pass.
+
+    ``targets[l]`` [R]: the layers whose ``chance`` the step of layer ``l`` renews, ``leads`` [R] layers on.
+    """
 
     def __init__(self, model: ContextModel, geometry: Geometry, frequency: FloatArray | None) -> None:
         usual = padded(geometry, frequency)
@@ -40,11 +46,11 @@ class ContextState:
         self._age = 0
         self._lay_out(model)
         self._hot = np.zeros((layers, experts), dtype=np.float32)
-        self._inputs = np.zeros((len(model.leads), 1, (LAGS + 1) * experts), dtype=np.float32)
-        self._averages = np.repeat(usual[:, None], HALF, axis=1)
+        self._chosen: list[list[int]] = [[] for _ in range(layers)]
         self._features = np.empty((layers, 2 * HALF, experts), dtype=np.float32)
-        self._features[:, :HALF] = self._averages
-        self._features[:, HALF:] = np.log(np.maximum(self._averages, FLOOR))
+        self._averages, self._logarithms = list(self._features[:, :HALF]), list(self._features[:, HALF:])
+        self._features[:, :HALF] = usual[:, None]
+        self._features[:, HALF:] = np.log(np.maximum(self._features[:, :HALF], FLOOR))
         self._decay = np.asarray(DECAYS, dtype=np.float32)[:, None]
         self._fresh = 1 - self._decay
         self._expected = self.chance.copy()  # the sharp forecast for each layer's next visit
@@ -54,14 +60,15 @@ class ContextState:
         layers = np.arange(self.layers)[:, None]
         targets = (layers + np.asarray(model.leads)) % self.layers  # [L, R]
         which = np.arange(len(model.leads))
-        self._targets = list(targets)
-        self.changed = [sorted({layer, *row}) for layer, row in enumerate(targets.tolist())]
-        self._table = np.ascontiguousarray(model.table[which, targets])  # [L, R, X, E]
-        self._bias = np.ascontiguousarray(model.bias[which, targets])[:, :, None]  # [L, R, 1, E]
-        self._gain = np.ascontiguousarray(model.gain[which, targets])[:, :, None]  # [L, R, 1, F]
+        self._each = which[:, None]
+        self.targets = list(targets)
+        self.leads = np.asarray(model.leads)
+        table, bias = model.table[which, targets], model.bias[which, targets]
+        self._table = -np.concatenate([table, bias[:, :, None]], axis=2)  # [L, R, X + 1, E], for exp(-z)
+        self._gain = -np.ascontiguousarray(model.gain[which, targets])[:, :, None]  # [L, R, 1, F]
 
     def absorb(self, step: Step) -> None:
-        """Take in a step's routing; ``changed[step.layer]`` are the layers whose figures it changes."""
+        """Take in a step's routing."""
         layer = step.layer
         begin = self._offsets[layer]
         chosen = [flat - begin for flat in step.experts]
@@ -74,44 +81,61 @@ class ContextState:
     def _learn(self, layer: int, chosen: list[int], step: Step) -> None:
         hot, counts = self._hot[layer], self._counts[layer]
         hot.fill(0.0)
+        self._chosen[layer] = chosen
         if step.rows == 1:
             hot[chosen] = 1.0
         else:
             hot[chosen] = np.asarray(step.tokens, dtype=np.float32) / np.float32(step.rows)
-        averages, features = self._averages[layer], self._features[layer]
+        averages, logarithms = self._averages[layer], self._logarithms[layer]
         averages *= self._decay
         averages += self._fresh * hot
-        features[:HALF] = averages
-        np.maximum(averages, FLOOR, out=features[HALF:])
-        np.log(features[HALF:], out=features[HALF:])
+        np.maximum(averages, FLOOR, out=logarithms)
+        np.log(logarithms, out=logarithms)
         counts += hot
         self._seen[layer] += 1.0
         usual, rate = self.usual[layer], self.rate[layer]
         np.multiply(counts, 1.0 / self._seen[layer], out=usual)
-        np.multiply(usual, 1.0 - self.trust, out=rate)
-        rate += (0.5 * self.trust) * (averages[2] + averages[3])
+        np.add(averages[2], averages[3], out=rate)
+        rate *= 0.5 * self.trust
+        if self.trust < CERTAIN:
+            rate += (1.0 - self.trust) * usual
 
     def _forecast(self, layer: int, rows: int) -> None:
-        inputs, experts, targets = self._inputs, self.experts, self._targets[layer]
-        recent = inputs[:, 0]
-        recent[:, experts : LAGS * experts] = recent[:, : (LAGS - 1) * experts]
-        recent[:, :experts] = self._hot[layer]
-        recent[:, LAGS * experts :] = self._hot[targets]
-        z = np.matmul(inputs, self._table[layer])
-        z += self._bias[layer]
-        z += np.matmul(self._gain[layer], self._features[targets])
-        sharp: FloatArray = z[:, 0]
-        np.negative(sharp, out=sharp)
+        targets = self.targets[layer]
+        sharp: FloatArray = np.matmul(self._gain[layer], self._features[targets])[:, 0]  # [R, E], minus z
+        sharp += self._looked_up(layer, targets) if rows == 1 else self._multiplied(layer, targets)
         np.exp(sharp, out=sharp)
         sharp += 1.0
         np.reciprocal(sharp, out=sharp)
         self._expected[targets] = sharp
-        if self.trust < 0.999:
+        if self.trust < CERTAIN:
             sharp *= self.trust
             sharp += (1 - self.trust) * self.usual[targets]
         if rows > 1:
             sharp = 1.0 - (1.0 - sharp) ** rows
         self.chance[targets] = sharp
+
+    def _looked_up(self, layer: int, targets: NDArray[Any]) -> FloatArray:
+        """[R, E] table rows of the experts that were chosen, summed: a single token's case."""
+        experts, chosen = self.experts, self._chosen
+        recent = [*chosen[layer]]
+        for lag in range(1, LAGS):
+            recent += [lag * experts + c for c in chosen[(layer - lag) % self.layers]]
+        recent.append((LAGS + 1) * experts)  # the row of the bias
+        rows = [[*recent, *[LAGS * experts + c for c in chosen[target]]] for target in targets.tolist()]
+        width = len(rows[0])
+        if any(len(row) != width for row in rows):  # the last pass had several tokens
+            return self._multiplied(layer, targets)
+        found: FloatArray = self._table[layer][self._each, rows].sum(axis=1)
+        return found
+
+    def _multiplied(self, layer: int, targets: NDArray[Any]) -> FloatArray:
+        """[R, E] the same as a product with the shares of tokens that chose each expert."""
+        recent = np.concatenate([self._hot[(layer - lag) % self.layers] for lag in range(LAGS)])
+        inputs = np.concatenate([np.tile(recent, (len(targets), 1)), self._hot[targets]], axis=1)
+        table = self._table[layer]
+        product: FloatArray = np.matmul(inputs[:, None], table[:, :-1])[:, 0] + table[:, -1]
+        return product
 
     def _judge(self, layer: int, chosen: list[int]) -> None:
         """Compare what was expected of this layer with what came, by log loss per expert."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from daop.core import Forecast, Geometry, Step
 
-from .context_model import LEADS, ContextModel
+from .context_model import LEADS, ContextModel, turns
 from .context_state import ContextState
 from .profile import Profile
 from .sim_traffic import Forward
@@ -27,7 +27,7 @@ class OnlineForecaster:
         arrays = None if profile is None else profile.arrays
         model = ContextModel.from_arrays(arrays or {}, geometry)
         if model is None:
-            model = ContextModel.empty(geometry, (*LEADS, geometry.layers), frequency)
+            model = ContextModel.empty(geometry, turns(LEADS, geometry.layers), frequency)
         self._experts = geometry.experts
         self._state = ContextState(model, geometry, frequency)
 

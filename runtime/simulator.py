@@ -117,8 +117,6 @@ class Simulator:
         self._span = span
         self._forecaster = forecaster if policy.horizon else None
         self._reads = not costs.host_beside
-        self._plan_seconds = policy.plan_us * 1e-6
-        self._ahead_seconds = policy.look_ahead_us * 1e-6
         self._looks = type(policy).look_ahead is not Policy.look_ahead
         self._one = [costs.device(flat, 1) for flat in range(geometry.total)]
         self._forward = 0
@@ -183,10 +181,11 @@ class Simulator:
     def _layer(self, step: Step) -> None:
         engine, result, conductor = self.engine, self.result, self.conductor
         before = self.costs.layer(step.rows)
-        begin = engine.now + before + self._plan_seconds
-        engine.now = begin
+        engine.now += before
         result.layer_seconds += before
         work = conductor.plan(step)
+        decided = self.policy.plan_us * 1e-6
+        engine.now = begin = engine.now + decided
         elsewhere = self._serve_elsewhere(step, work) if work.stream or work.host else None
         main = begin
         if self._looks:
@@ -194,9 +193,9 @@ class Simulator:
             if self._forecaster is not None:
                 forecasts = self._forecaster.after(step, self.policy.horizon)
                 main += self._forecaster.seconds
-            main += self._ahead_seconds
             conductor.look_ahead(step, forecasts)
-        result.decision_seconds += self._plan_seconds + main - begin
+            main += self.policy.look_ahead_us * 1e-6
+        result.decision_seconds += decided + main - begin
         if elsewhere is None and not work.coming:
             one = self._one
             if step.rows == 1:
@@ -213,7 +212,7 @@ class Simulator:
         else:
             end, stall, compute = self._wait(step, work, elsewhere or ([], begin), begin, main)
         if self._span is not None:
-            self._span("device", f"layer {step.layer}", begin - before - self._plan_seconds, begin)
+            self._span("device", f"layer {step.layer}", begin - before - decided, begin)
             self._span("device", f"experts {step.layer}", begin, end)
         engine.now = end
         self.statistics.compute_seconds += compute

@@ -25,8 +25,8 @@ AHEAD = 2  # prefetches asked for at one layer; more would only queue
 class ActivationMatrix(Policy):
     """Batch 1 is what it was made for; a batch is treated as one sequence."""
 
-    plan_us = 15.0
-    look_ahead_us = 40.0
+    plan_us = 22.0
+    look_ahead_us = 5.0
 
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
         super().start(geometry, slots, costs, view)

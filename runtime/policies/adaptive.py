@@ -26,17 +26,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from daop.core import FloatArray, Forecast, Geometry, Phase, Step
-from daop.runtime.context_model import LEADS, ContextModel
+from daop.runtime.context_model import LEADS, ContextModel, turns
 from daop.runtime.context_state import ContextState
 
-from .base import POLICIES, Costs, Plan, Policy, Prefetch, View
+from .base import POLICIES, Costs, Outcome, Plan, Policy, Prefetch, View
 from .lfu import lowest
 from .static import by_frequency, uniform
 
-STAY = 2.0
+STAY = 0.7
+FAR = 0.7
+REFRESH = 3
 MARGIN = 0.10
+STALL_MEMORY = 0.005
 
 SMOOTH = 0.05
+HIT_US, MISS_US, LOOK_US, REST_US = 2.0, 10.0, 100.0, 1.0  # measured: benchmarks/policy_overhead.py
+SLEEP, WAKE = 0.15, 0.3  # of the look-ahead's own cost, what stalls must cost to be worth it
 
 
 @POLICIES.register("adaptive")
@@ -44,8 +49,6 @@ class Adaptive(Policy):
     """Works without a profile (learning as it goes), and from token 0 with one."""
 
     keeps_hot_set = True
-    plan_us = 15.0
-    look_ahead_us = 60.0
 
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
         super().start(geometry, slots, costs, view)
@@ -53,9 +56,15 @@ class Adaptive(Policy):
         arrays = None if self.profile is None else self.profile.arrays
         model = ContextModel.from_arrays(arrays or {}, geometry)
         if model is None:
-            model = ContextModel.empty(geometry, (*LEADS, geometry.layers), frequency)
+            model = ContextModel.empty(geometry, turns(LEADS, geometry.layers), frequency)
         self._state = ContextState(model, geometry, frequency)
-        self._worth: FloatArray = self._state.chance + STAY * self._state.rate  # [L, E]
+        leads = self._state.leads
+        self._nearness = (1.0 - FAR * (leads - 1) / geometry.layers).astype(np.float32)[:, None]
+        layers = np.arange(geometry.layers)
+        distance = (layers - layers[:, None] - 1) % geometry.layers
+        self._all_near = (1.0 - FAR * distance / geometry.layers).astype(np.float32)[:, :, None]
+        self._stay = np.float32(STAY) * self._state.rate
+        self._worth: FloatArray = self._state.chance * np.float32(1.0 - FAR) + self._stay  # [L, E]
         self._place = None  # of each flat id in the padded arrays, where layers differ
         self._flat_worth = self._worth.reshape(-1)
         if len(set(geometry.experts)) > 1:
@@ -65,6 +74,11 @@ class Adaptive(Policy):
             self._flat_worth = self._flat_worth[self._place]
         self._copy = max(costs.copy(begin) for begin in geometry.offsets[:-1])
         self._layer_seconds = costs.layer(1)
+        self._between = costs.layer(1)
+        self._device = costs.device(0, 1)
+        self._ends = 0.0
+        self._resting = False
+        self._stalled = LOOK_US  # microseconds per layer, of late
         self._last = 0.0
         self._flying: dict[int, float] = {}  # prefetch under way -> when it should arrive
         return uniform(geometry, slots) if frequency is None else by_frequency(frequency, slots)
@@ -79,8 +93,11 @@ class Adaptive(Policy):
         if step.phase is Phase.PREFILL:
             return self._plan_prefill(step, missing, view)
         flying = [flat for flat in step.experts if flat in self._flying] if self._flying else []
+        self._ends = view.now + (len(step.experts) - len(missing)) * self._device
         if not (missing or flying):
+            self.plan_us = HIT_US
             return Plan()
+        self.plan_us = MISS_US
         if not self.costs.host_beside:
             return self._plan_reads(step, missing, view)
         return self._split(step, missing, [flat for flat in flying if view.filling[flat]], view)
@@ -111,6 +128,7 @@ class Adaptive(Policy):
             else:
                 link = by_link
                 keep.append(flat)
+        self._ends = max(self._ends, view.now + max(host, link))
         return Plan(keep=keep, host=computed)
 
     def _plan_reads(self, step: Step, missing: Sequence[int], view: View) -> Plan:
@@ -159,19 +177,23 @@ class Adaptive(Policy):
     # -- what to bring early ---------------------------------------------------------------------
 
     def look_ahead(self, step: Step, forecasts: Sequence[Forecast], view: View) -> Sequence[Prefetch]:
+        if self._resting and step.phase is Phase.DECODE:
+            self.look_ahead_us = REST_US
+            return ()
+        self.look_ahead_us = LOOK_US
         if self.costs.host_beside or step.phase is Phase.PREFILL:
             self._absorb(step)
         now = view.now
         queued = max(0.0, view.link_free_at - now)
         if self._flying:
             self._flying = {flat: at for flat, at in self._flying.items() if view.filling[flat]}
-        window = self._layer_seconds
+        window = max(self._ends - now, 0.0) + self._between
         if queued >= window:
             return ()
         gain = np.where(view.resident | view.filling, np.float32(0.0), self._flat_worth)
         asked: list[Prefetch] = []
-        late = self._late(step.layer, queued)
-        while queued < window and len(asked) < 4:
+        late = self._late(step.layer, queued, window)
+        while queued < window and len(asked) < 3:
             if late:
                 self._discount(gain, late)
             flat = int(gain.argmax())
@@ -182,14 +204,22 @@ class Adaptive(Policy):
             queued += self._copy
             self._flying[flat] = now + queued
             asked.append(Prefetch(flat, value, None))
-            late = [m for m in self._late(step.layer, queued) if m not in late]
+            late = [m for m in self._late(step.layer, queued, window) if m not in late]
         return asked
 
-    def _late(self, layer: int, queued: float) -> list[int]:
+    def observe(self, outcome: Outcome) -> None:
+        """Rest while misses cost less than looking ahead would; wake up when they cost more."""
+        if outcome.step.phase is Phase.DECODE and self.costs.host_beside:
+            self._stalled += STALL_MEMORY * (outcome.stall_seconds * 1e6 - self._stalled)
+            self._resting = self._stalled < (WAKE if self._resting else SLEEP) * LOOK_US
+
+    def _late(self, layer: int, queued: float, until: float) -> list[int]:
         """Layers that will have asked before a copy begun now behind ``queued`` can arrive."""
         arrives = queued + self._copy - 0.5 * self.costs.host(0, 1)
-        ahead = int(arrives / max(self._layer_seconds, 1e-9))
-        return [(layer + lead) % self.geometry.layers for lead in range(1, min(ahead, 3) + 1)]
+        if arrives <= until:
+            return []
+        ahead = 1 + int((arrives - until) / max(self._layer_seconds, 1e-9))
+        return [(layer + lead) % self.geometry.layers for lead in range(1, min(ahead, 4) + 1)]
 
     def _discount(self, gain: FloatArray, late: Sequence[int]) -> None:
         offsets = self.geometry.offsets
@@ -201,7 +231,12 @@ class Adaptive(Policy):
         """Learn from the step's routing and value its layer and the next ones anew."""
         state = self._state
         state.absorb(step)
-        layers = state.changed[step.layer]
-        self._worth[layers] = state.chance[layers] + np.float32(STAY) * state.rate[layers]
+        layer, targets = step.layer, state.targets[step.layer]
+        np.multiply(state.rate[layer], np.float32(STAY), out=self._stay[layer])
+        if layer % REFRESH == 0:  # the distances of all layers have changed by so much
+            np.multiply(state.chance, self._all_near[layer], out=self._worth)
+            self._worth += self._stay
+        else:
+            self._worth[targets] = state.chance[targets] * self._nearness + self._stay[targets]
         if self._place is not None:
             self._flat_worth = self._worth.reshape(-1)[self._place]

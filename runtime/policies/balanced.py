@@ -30,7 +30,7 @@ def balance(missing: Sequence[int], step: Step, costs: Costs) -> int:
 class Balanced(Lru):
     """Where there is no host beside the device, every miss is copied."""
 
-    plan_us = 15.0
+    plan_us = 10.0
 
     def plan(self, step: Step, missing: Sequence[int], view: View) -> Plan:
         self._recency.use(step.experts)

@@ -144,7 +144,8 @@ class Policy:
     ``needs_future``: only a simulator, which knows the whole trace, can run it.
     ``profile``: what other traffic taught, set before ``start`` (None: nothing is known).
     ``plan_us``, ``look_ahead_us``: microseconds that the decisions of one decode layer take (measured by
-    ``benchmarks/policy_overhead.py``); the simulator charges them. The second runs beside the compute.
+    ``benchmarks/policy_overhead.py``); the simulator reads them after each call and charges them. The
+    second runs beside the compute. A policy that rests may set them lower for itself.
     ``keeps_hot_set``: promises that a prefill through every expert leaves most of what decode had.
     """
 
@@ -152,8 +153,8 @@ class Policy:
     horizon: ClassVar[int] = 0
     wants_reuse: ClassVar[bool] = False
     needs_future: ClassVar[bool] = False
-    plan_us: ClassVar[float] = 10.0
-    look_ahead_us: ClassVar[float] = 0.0
+    plan_us: float = 10.0
+    look_ahead_us: float = 0.0
     keeps_hot_set: ClassVar[bool] = False
 
     profile: Profile | None = None

@@ -26,8 +26,8 @@ class HybridScore(Policy):
     """A copied expert is kept; one computed on the host is not."""
 
     horizon = 3
-    plan_us = 25.0
-    look_ahead_us = 40.0
+    plan_us = 28.0
+    look_ahead_us = 27.0
 
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
         super().start(geometry, slots, costs, view)

@@ -32,7 +32,7 @@ def lowest(worth: NDArray[Any], count: int, view: View, incoming: int) -> list[i
 class Lfu(Policy):
     """One pool for all layers."""
 
-    plan_us = 15.0
+    plan_us = 18.0
 
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
         super().start(geometry, slots, costs, view)

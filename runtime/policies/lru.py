@@ -80,7 +80,7 @@ class LruPerLayer(Policy):
     A layer whose share is smaller than what one forward needs streams the rest.
     """
 
-    plan_us = 8.0
+    plan_us = 7.0
 
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
         super().start(geometry, slots, costs, view)

@@ -37,8 +37,8 @@ def sooner(missing: Sequence[int], step: Step, costs: Costs) -> tuple[list[int],
 class LruIdle(Lru):
     """Admission waits for the idle link; what could not be admitted within a token is forgotten."""
 
-    plan_us = 15.0
-    look_ahead_us = 15.0
+    plan_us = 8.0
+    look_ahead_us = 5.0
 
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
         self._wanted: dict[int, int] = {}  # missed and not admitted -> step in which it was missed

@@ -29,7 +29,7 @@ MARGIN = 1.05
 class PrefillSwap(Policy):
     """Without a profile it starts from the uniform placement."""
 
-    plan_us = 8.0
+    plan_us = 1.5
 
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
         super().start(geometry, slots, costs, view)

@@ -23,6 +23,8 @@ class Speculative(Policy):
     """``ahead``: how many experts of the next layer are loaded early (None: the model's top-k)."""
 
     horizon = 1
+    plan_us = 5.0
+    look_ahead_us = 27.0
 
     def __init__(self, ahead: int | None = None) -> None:
         self.ahead = ahead

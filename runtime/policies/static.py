@@ -36,7 +36,7 @@ class Static(Policy):
     """The same number of experts in every layer, lowest ids first (no knowledge of the traffic)."""
 
     keeps_hot_set = True
-    plan_us = 3.0
+    plan_us = 1.5
 
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
         super().start(geometry, slots, costs, view)

@@ -1,0 +1,162 @@
+"""Every exact policy on recorded gpt-oss-20b traffic, four consumer machines, three budgets, simulated.
+
+    python -m benchmarks.compare_gpt_oss mmlu.npz [--sequences 6] [--profile DIR] [--policies ...]
+
+``mmlu.npz`` holds ``ids`` u8[tokens, 24, 4] and ``offsets`` i32[sequences + 1] (the recorded traces of
+github.com/AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting, Apache-2.0). A fifth of the sequences is held
+out by the seeded split of ``daop.training.split``; profile and context model are fitted on the rest, and
+``--sequences`` of the held-out ones, evenly spread, are replayed at batch 1. MXFP4 experts of 13.2 MB.
+With ``--tune`` the replayed ones come from the fitted part's own fifth, which is left out of the fit.
+
+Prints a table per machine and budget, then what must be reached, and last one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from daop.comparison import (
+    BOUND,
+    STATIC,
+    Setting,
+    budget_of,
+    learn_profile,
+    policies_of,
+    simulate,
+    traffic_of,
+)
+from daop.core import Geometry
+from daop.hardware import load
+from daop.runtime.profile import Profile
+from daop.runtime.sim_traffic import Traffic
+from daop.training.split import split_by_sequence
+from daop.training.trace import DECODE, Trace
+
+GEOMETRY = Geometry.uniform(24, 32, 4, 13_200_000, fingerprint="gpt-oss-20b")
+MACHINES = ("rtx4090", "rtx5090", "rtx5090-threadripper", "rtx5060ti")
+SHARES = (0.125, 0.25, 0.375)
+
+
+def read(path: Path) -> Trace:
+    with np.load(path, allow_pickle=False) as data:
+        ids, offsets = data["ids"].astype(np.uint16), data["offsets"]
+    lengths = np.diff(offsets)
+    return Trace(
+        geometry=GEOMETRY,
+        sequence=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
+        position=np.concatenate([np.arange(n, dtype=np.int32) for n in lengths]),
+        phase=np.full(len(ids), DECODE, dtype=np.uint8),
+        ids=ids,
+    )
+
+
+def prepare(trace: Trace, sequences: int, folder: Path | None, tune: bool) -> tuple[Profile, Traffic]:
+    """The profile of the fitted part, and the traffic to replay."""
+    split = split_by_sequence(trace)
+    fitted, scored = trace.select(split.train), trace.select(split.test)
+    if tune:
+        inner = split_by_sequence(fitted, seed=1)
+        fitted, scored = fitted.select(inner.train), fitted.select(inner.test)
+    pick = scored.sequences[np.linspace(0, len(scored.sequences) - 1, sequences).round().astype(int)]
+    traffic = traffic_of(scored.select(pick), GEOMETRY)
+    if folder is not None and (folder / "profile.json").exists():
+        return Profile.load(folder, GEOMETRY), traffic
+    profile = learn_profile(fitted, GEOMETRY)
+    if folder is not None:
+        profile.save(folder)
+    return profile, traffic
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the cells say about ``adaptive``."""
+    cells: dict[tuple[str, float], dict[str, float]] = {}
+    for row in rows:
+        cells.setdefault((row["hardware"], row["ecr"]), {})[row["policy"]] = row["tokens_per_second"]
+    to_static, to_balanced, gap, ahead = [], [], [], []
+    for cell in cells.values():
+        mine, bound = cell["adaptive"], cell[BOUND]
+        other = max(speed for name, speed in cell.items() if name not in ("adaptive", BOUND))
+        to_static.append(mine / max(cell[name] for name in STATIC))
+        to_balanced.append(mine / cell["balanced"])
+        gap.append((mine - other) / (bound - other))
+        ahead.append(mine > other)
+    return {
+        "cells": len(cells),
+        "geomean_to_best_static": float(np.exp(np.mean(np.log(to_static)))),
+        "geomean_to_balanced": float(np.exp(np.mean(np.log(to_balanced)))),
+        "ahead_in_every_cell": all(ahead),
+        "gap_closed_min": min(gap),
+        "gap_closed_mean": float(np.mean(gap)),
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    stall = sum(row["stall_ms"].values()) / row["tokens"]
+    return (
+        f"  {row['policy']:20}{row['tokens_per_second']:8.1f} tokens/s"
+        f"{row['ratio_to_best_static']:7.2f} x static{row['ratio_to_optimum']:6.2f} of optimum"
+        f"   hits {row['hit_rate']:.3f}   stall {stall:6.2f} ms/token"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--sequences", type=int, default=6)
+    parser.add_argument("--profile", type=Path, help="read the fitted profile here, or save it here")
+    parser.add_argument("--policies", default="all")
+    parser.add_argument("--machines", default=",".join(MACHINES))
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--rows", type=Path, help="append each cell's rows here as they are done")
+    options = parser.parse_args()
+    profile, traffic = prepare(read(options.trace), options.sequences, options.profile, options.tune)
+    names = list(dict.fromkeys([*policies_of(options.policies), *STATIC, BOUND]))
+    print(f"{len(traffic.ids)} tokens of {options.sequences} sequences, batch 1, experts of 13.2 MB")
+    rows: list[dict[str, Any]] = []
+    for machine in options.machines.split(","):
+        for share in SHARES:
+            began = time.process_time()
+            setting = Setting(hardware=load(machine), ecr=share, weight_bits=4.25)
+            cell = simulate(traffic, profile, setting, names)
+            rows += cell
+            slots = budget_of(GEOMETRY, share)
+            print(f"\n{machine}, ECR {share:g} ({slots} slots), {time.process_time() - began:.0f} s of CPU")
+            for row in sorted(cell, key=lambda row: -float(row["tokens_per_second"])):
+                print(line(row), flush=True)
+            if options.rows is not None:
+                with options.rows.open("a") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in cell)
+    found = verdict(rows) if "adaptive" in names and "balanced" in names else {}
+    for key, value in found.items():
+        print(f"{key:26}{value:.3f}" if isinstance(value, float) else f"{key:26}{value}")
+    keep = (
+        "policy",
+        "hardware",
+        "ecr",
+        "tokens_per_second",
+        "hit_rate",
+        "ratio_to_best_static",
+        "ratio_to_optimum",
+    )
+    print(
+        json.dumps(
+            {
+                "benchmark": "compare_gpt_oss",
+                "tokens": len(traffic.ids),
+                "tuned_on_scored": options.tune,
+                **found,
+                "rows": [{key: row[key] for key in keep} for row in rows],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
