@@ -25,7 +25,6 @@ from daop.runtime.layout import ExpertForm
 IMPLEMENTATION = "daop"  # the name under which transformers knows us
 TESTED = (
     "afmoe",
-    "aria_text",
     "cohere2_moe",
     "dbrx",
     "deepseek_v2",

@@ -197,12 +197,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     },
     "afmoe": {**WIDE, "num_experts": E, "num_local_experts": E, "num_dense_layers": 1},
-    "aria_text": {
-        "intermediate_size": I,
-        "moe_num_experts": E,
-        "moe_topk": K,
-        "moe_num_shared_experts": 1,
-    },
     "cohere2_moe": {**WIDE, "num_experts": E, "num_local_experts": E},
     "deepseek_v32": MLA
     | {**WIDE, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
