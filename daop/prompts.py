@@ -128,7 +128,7 @@ def _text(value: Any, source: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DaopError(f"{source} holds half of a surrogate pair at character {error.start + 1}") from error
+        raise DaopError(f"{source} is not valid Unicode at character {error.start + 1}: write it as UTF-8") from error
     return value
 
 

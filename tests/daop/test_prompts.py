@@ -63,7 +63,7 @@ def test_plain_text_is_a_prompt_a_line(tmp_path: Path) -> None:
         ("a.jsonl", b'{"messages": [{"content": "hi"}]}', '"role"'),
         ("a.jsonl", b'{"messages": [{"role": "user"}]}', "not text"),
         ("a.jsonl", b'{"messages": [{"role": "assistant", "content": "x"}]}', "must be the user's"),
-        ("a.jsonl", b'{"prompt": "\\ud800"}', "surrogate"),
+        ("a.jsonl", b'{"prompt": "\\ud800"}', "not valid Unicode at character 1"),
     ],
 )
 def test_nonsense_is_named_with_file_and_line(tmp_path: Path, name: str, content: bytes, words: str) -> None:
