@@ -128,7 +128,8 @@ def _text(value: Any, source: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DaopError(f"{source} is not valid Unicode at character {error.start + 1}: write it as UTF-8") from error
+        at = error.start + 1
+        raise DaopError(f"{source} is not valid Unicode at character {at}: write it as UTF-8") from error
     return value
 
 

@@ -1,12 +1,13 @@
-"""Bytes that attention keeps between tokens, from a model's configuration alone.
+"""Bytes that attention keeps between tokens, from a model without weights.
 
 transformers' own ``DynamicCache`` says which layers keep all tokens, a window of them, or a state of fixed
-size; the configuration says how wide each is. Where the latter is not known for a kind of state, the layer
-is counted as full attention, which is more, and ``KvCache.guessed`` says so.
+size; the layers' projections, or else the configuration, say how wide each is. Where that is not known for a
+kind of state, the layer is counted as full attention, which is more, and ``KvCache.guessed`` says so.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +29,15 @@ class KvCache:
         return self.stored + self.growing
 
 
-def kv_cache(config: Any, *, context: int, batch: int, itemsize: int) -> KvCache:
-    """What a batch of sequences of ``context`` tokens needs; ``itemsize``: bytes of the model's dtype."""
+def kv_cache(model: Any, *, context: int, batch: int, itemsize: int) -> KvCache:
+    """What a batch of sequences of ``context`` tokens needs; ``itemsize``: bytes of the model's dtype.
+
+    ``model``: a transformers model; that its parameters are on the meta device does not matter.
+    """
     from transformers import DynamicCache
 
-    text_config = config.get_text_config()
+    text_config = model.config.get_text_config()
+    widths = projected_widths(model)
     layers = list(DynamicCache(config=text_config).layers)
     if not layers:  # a family for which transformers makes layers as they come
         layers = [None] * text_config.num_hidden_layers
@@ -54,11 +59,28 @@ def kv_cache(config: Any, *, context: int, batch: int, itemsize: int) -> KvCache
         if keeps_tokens:
             window = getattr(layer, "sliding_window", None)
             tokens = min(context, window) if isinstance(window, int) else context
-            size += batch * tokens * values_per_token(layer_config) * itemsize
+            width = widths.get(number) or values_per_token(layer_config)
+            size += batch * tokens * width * itemsize
             unfolded = batch * context * _unfolded(layer_config) * itemsize
             growing = max(growing, size + unfolded)
         stored += size
     return KvCache(stored=stored, growing=growing, guessed=tuple(sorted(guessed)))
+
+
+def projected_widths(model: Any) -> dict[int, int]:
+    """Layer -> numbers that its key and value projections make of a token, where it has both by name.
+
+    Families differ here in ways that their configurations do not tell (more heads in some layers, say).
+    """
+    outputs: dict[int, dict[str, int]] = {}
+    for name, module in model.named_modules():
+        match = _PROJECTION.search(name)
+        if match and hasattr(module, "out_features"):
+            outputs.setdefault(int(match[1]), {})[match[2]] = int(module.out_features)
+    return {layer: sum(found.values()) for layer, found in outputs.items() if len(found) == 2}
+
+
+_PROJECTION = re.compile(r"\blayers\.(\d+)\.[\w.]*\b(k_proj|v_proj)$")
 
 
 def values_per_token(config: Any) -> int:

@@ -99,7 +99,7 @@ def plan_memory(
     classes = [SlotClass(experts=count, slot_bytes=layout.nbytes) for layout, count in counts.items()]
     non_experts, itemsize = non_expert_memory(checkpoint, dtype)
     config = checkpoint.skeleton.model.config
-    cache = kv_cache(config, context=context, batch=batch, itemsize=itemsize)
+    cache = kv_cache(checkpoint.skeleton.model, context=context, batch=batch, itemsize=itemsize)
     largest = max(checkpoint.index.tensors[name].nbytes for name in checkpoint.other_tensors)
     running = staging * sum(kind.slot_bytes for kind in classes) + activation_memory(
         config, context=context, batch=batch, itemsize=itemsize

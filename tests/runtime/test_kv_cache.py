@@ -33,6 +33,6 @@ def test_estimate_is_what_the_cache_holds(family: str) -> None:
     with torch.inference_mode():
         output = model(torch.ones(BATCH, TOKENS, dtype=torch.int64), use_cache=True)
     held = held_bytes(output["cache"] if "cache" in output else output["past_key_values"])
-    estimate = kv_cache(config, context=TOKENS, batch=BATCH, itemsize=4)
+    estimate = kv_cache(model, context=TOKENS, batch=BATCH, itemsize=4)
     assert held <= estimate.stored <= 1.25 * held, (held, estimate)
     assert not estimate.guessed
