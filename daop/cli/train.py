@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.table import Table
 
 from daop.cli.output import Output
@@ -40,8 +41,24 @@ def train(
         document = run(traces, output, options, update=update, progress=out.say)
     for table in leaderboard(document):
         out.table(table)
+    _save_profile(traces, output, options.test_share, seed, out)
     out.say(f"written to {output}")
     out.json(document)
+
+
+def _save_profile(traces: list[Path], folder: Path, test_share: float, seed: int, out: Output) -> None:
+    """What policies learn from the same sequences that the predictors were fitted on (``--profile``)."""
+    from daop.comparison import fitted
+    from daop.training.dataset import read_traces
+    from daop.training.trace import CountsTrace
+
+    trace = read_traces(traces)
+    if isinstance(trace, CountsTrace):
+        return
+    out.say("learning a profile for placement policies (daop run --profile)")
+    trace = trace.grouped()
+    profile, _ = fitted(trace, trace.geometry, seed=seed, share=test_share)
+    profile.save(folder)
 
 
 class _log_lines:
@@ -77,21 +94,21 @@ def leaderboard(document: dict[str, Any]) -> list[Table]:
     tables = []
     if following:
         k = document["geometry"]["top_k"]
-        table = Table(title=f"Next layer, held-out sequences (k = {k}; definitions in leaderboard.json)")
-        for column in ("predictor", "recall@k", "95 %", "@k+1", "@2k", "whole set", "top-1", "Brier", "ECE"):
-            table.add_column(column, justify="left" if column == "predictor" else "right")
-        for column in ("2 layers", "4 layers", "µs", "model MB"):
-            table.add_column(column, justify="right")
+        table = Table(
+            title=f"Next layer, held-out sequences (k = {k}; all figures, defined: leaderboard.json)",
+            box=box.SIMPLE,
+        )
+        table.add_column("predictor", no_wrap=True)
+        for column in ("recall@k", "95 %", "whole set", "Brier", "4 ahead", "µs", "MB"):
+            table.add_column(column, justify="right", no_wrap=True)
         for name, r in sorted(following.items(), key=lambda item: -(item[1]["recall_at_k"] or 0)):
             ahead = {h: v["recall_at_k"] for h, v in r["by_horizon"].items()}
             table.add_row(
                 name,
                 _share(r["recall_at_k"]),
                 _range(r["recall_at_k_interval"]),
-                *(_share(r[m]) for m in ("recall_at_k1", "recall_at_2k", "whole_set", "top_1")),
-                f"{r['brier']:.4f}" if r["brier"] is not None else "-",
-                f"{r['ece']:.4f}",
-                _share(ahead.get("2")),
+                _share(r["whole_set"]),
+                _share(r["brier"]),
                 _share(ahead.get("4")),
                 _cost(r["microseconds_per_forecast"]),
                 f"{r['model_bytes'] / 1e6:.1f}",
@@ -99,13 +116,14 @@ def leaderboard(document: dict[str, Any]) -> list[Table]:
         tables.append(table)
     if waiting:
         table = Table(
-            title="Reuse as victim rule, one pool, held-out sequences: hit rate (gap to optimum closed)"
+            title="Reuse as victim rule, one pool, held-out sequences: hit rate (gap to optimum closed)",
+            box=box.SIMPLE,
         )
-        table.add_column("predictor")
+        table.add_column("predictor", no_wrap=True)
         ecrs = list(next(iter(waiting.values()))["pools"])
         for ecr in ecrs:
             table.add_column(f"ECR {float(ecr):.1%}", justify="right")
-        for column in ("wait error", "µs", "model MB"):
+        for column in ("wait error", "µs", "MB"):
             table.add_column(column, justify="right")
         for name, r in sorted(waiting.items(), key=lambda item: -item[1]["hit_rate"]):
             cells = []
@@ -128,7 +146,7 @@ def _share(value: float | None) -> str:
 
 
 def _range(interval: list[float] | None) -> str:
-    return "-" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
+    return "-" if interval is None else f"{interval[0]:.3f}-{interval[1]:.3f}"
 
 
 def _cost(value: float | None) -> str:
