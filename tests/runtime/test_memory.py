@@ -90,6 +90,27 @@ def test_auto_takes_all_experts_when_they_fit_and_what_is_left_when_not() -> Non
     assert divide(classes=classes, limit=GIB, **rest).ecr == 0  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("slot_bytes", [3, 10**6, 3 * 10**9, 10**10 + 7])
+def test_a_byte_less_than_n_slots_is_a_slot_less(slot_bytes: int) -> None:
+    classes = [SlotClass(experts=300, slot_bytes=slot_bytes)]
+    assert slots_for_bytes(classes, 100 * slot_bytes) == (100,)
+    assert slots_for_bytes(classes, 100 * slot_bytes - 1) == (99,)
+
+
+def test_experts_that_fit_the_limit_but_not_beside_the_rest_are_refused() -> None:
+    with pytest.raises(DaopError, match=r"only 512 MiB are left"):
+        divide(
+            classes=[SlotClass(experts=1, slot_bytes=600 << 20)],
+            non_experts=GIB // 4,
+            kv_cache=GIB // 4,
+            workspace=0,
+            headroom=0,
+            limit=GIB,
+            limit_source="test",
+            ecr=1.0,
+        )
+
+
 def test_a_budget_beyond_all_experts_is_capped_and_said() -> None:
     plan = divide(
         classes=[SlotClass(experts=4, slot_bytes=1 << 20)],
