@@ -95,6 +95,8 @@ def test_a_byte_less_than_n_slots_is_a_slot_less(slot_bytes: int) -> None:
     classes = [SlotClass(experts=300, slot_bytes=slot_bytes)]
     assert slots_for_bytes(classes, 100 * slot_bytes) == (100,)
     assert slots_for_bytes(classes, 100 * slot_bytes - 1) == (99,)
+    mixed = [SlotClass(experts=1, slot_bytes=3), *classes]  # the share of the first rounds to no slot
+    assert slots_for_bytes(mixed, 100 * slot_bytes - 1) == ((1, 99) if slot_bytes > 3 else (0, 99))
 
 
 def test_experts_that_fit_the_limit_but_not_beside_the_rest_are_refused() -> None:
