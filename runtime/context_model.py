@@ -154,7 +154,7 @@ def _fit_lead(
     parameters = [model.table[index], model.bias[index], model.gain[index]]
     first = [np.zeros_like(p) for p in parameters]
     second = [np.zeros_like(p) for p in parameters]
-    batch, step = 1024, 0
+    batch, step = min(1024, max(32, len(follows) // 16)), 0
     total = epochs * max(1, len(follows) // batch)
     for _ in range(epochs):
         order = rng.permutation(follows)
