@@ -49,8 +49,8 @@ class GateLookahead(NextLayer):
         *,
         horizons: int = 4,
         rank: int = 16,
-        steps: int = 400,
-        learning_rate: float = 0.01,
+        steps: int = 200,
+        learning_rate: float = 0.02,
         seed: int = 0,
     ) -> None:
         self.horizons = horizons

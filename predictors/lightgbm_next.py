@@ -28,10 +28,10 @@ class Lightgbm(NextLayer):
     def __init__(
         self,
         *,
-        trees: int = 120,
+        trees: int = 60,
         leaves: int = 31,
-        learning_rate: float = 0.1,
-        pairs: int = 800_000,
+        learning_rate: float = 0.15,
+        pairs: int = 600_000,
         horizons: int = 4,
         seed: int = 0,
     ) -> None:

@@ -41,12 +41,12 @@ class LightgbmReuse(Reuse):
     def __init__(
         self,
         *,
-        trees: int = 24,
+        trees: int = 16,
         leaves: int = 15,
-        learning_rate: float = 0.15,
-        pairs: int = 1_500_000,
+        learning_rate: float = 0.25,
+        pairs: int = 1_000_000,
         network: dict[str, Any] | None = None,
-        network_share: float = 0.75,
+        network_share: float = 0.85,
         seed: int = 0,
     ) -> None:
         self.trees = trees

@@ -20,7 +20,7 @@ class Logistic(NextLayer):
     """Linear in ``stack_features``; shared by all layers and experts, so it needs little data."""
 
     def __init__(
-        self, *, pairs: int = 600_000, penalty: float = 1e-3, horizons: int = 4, seed: int = 0
+        self, *, pairs: int = 300_000, penalty: float = 1e-3, horizons: int = 4, seed: int = 0
     ) -> None:
         self.pairs = pairs
         self.penalty = penalty

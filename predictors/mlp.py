@@ -20,7 +20,7 @@ class Mlp(NextLayer):
         self,
         *,
         width: int = 128,
-        epochs: int = 5,
+        epochs: int = 4,
         batch: int = 256,
         learning_rate: float = 0.003,
         weight_decay: float = 0.05,

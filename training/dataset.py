@@ -11,7 +11,7 @@ import numpy as np
 from daop.core import DaopError
 from daop.predictors.data import Counts, Routing
 
-from .parquet import read_any
+from .parquet import TraceFile, read_any
 from .trace import CountsTrace, Trace
 
 log = logging.getLogger(__name__)
@@ -36,9 +36,22 @@ def to_counts(trace: CountsTrace) -> Counts:
     return Counts(geometry=trace.geometry, counts=trace.counts, tokens=trace.tokens)
 
 
-def read_traces(paths: Sequence[Path]) -> Trace | CountsTrace:
+def read_bounded(path: Path, max_tokens: int | None, seed: int = 0) -> Trace | CountsTrace:
+    """The trace at ``path``; of one with more tokens than ``max_tokens`` whole sequences, drawn at random."""
+    file = TraceFile(path)
+    if max_tokens is None or file.kind == "counts" or file.rows <= max_tokens:
+        return read_any(path)
+    lengths = file.lengths()
+    order = np.random.default_rng(seed).permutation(sorted(lengths))
+    fits = int(np.searchsorted(np.cumsum([lengths[int(s)] for s in order]), max_tokens, side="right"))
+    kept = [int(s) for s in order[: max(2, fits)]]
+    log.info("%s: %d of %d sequences, drawn at random, to bound memory", path, len(kept), len(lengths))
+    return file.read_sequences(kept)
+
+
+def read_traces(paths: Sequence[Path], max_tokens: int | None = None, seed: int = 0) -> Trace | CountsTrace:
     """Several traces of one model as one; sequences are renumbered so that none collide."""
-    traces = [read_any(path) for path in paths]
+    traces = [read_bounded(path, max_tokens, seed) for path in paths]
     first = traces[0]
     for path, other in zip(paths[1:], traces[1:], strict=True):
         first.geometry.check_same_shape(other.geometry, str(paths[0]), str(path))

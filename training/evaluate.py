@@ -23,7 +23,7 @@ from .reuse_replay import replay, score_waits
 log = logging.getLogger(__name__)
 
 ECRS = (0.125, 0.25, 0.5)
-MAX_TOKENS = 20_000
+MAX_TOKENS = 10_000
 
 
 def evaluate(

@@ -27,7 +27,7 @@ DEFINITIONS = {
     "ece": "expected calibration error: mean distance of forecast chance and observed share, over ten bins",
     "hit_rate": "share of lookups found in one pool of so many experts when the forecast picks the victims",
     "gap_closed": "share of the distance from LRU to the optimum (Belady) that the forecast closed",
-    "wait_error": "mean distance in tokens between forecast and actual wait, both cut at 16",
+    "wait_error": "mean distance in tokens between forecast and actual wait, both cut at 6",
     "interval": "95 % by resampling whole sequences 1000 times",
 }
 RATES = ("recall_at_k", "recall_at_k1", "recall_at_2k", "whole_set", "top_1", "brier")

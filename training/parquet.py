@@ -9,7 +9,8 @@ recording that was killed leaves the folder behind, which opens like the file wo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,24 @@ class TraceFile:
             with _reading(self.path):
                 for batch in file.iter_batches(batch_size=rows, columns=names):
                     yield self._trace(pa.Table.from_batches([batch]))
+
+    def lengths(self) -> dict[int, int]:
+        """Tokens of every sequence, from the one column that says so."""
+        found: Counter[int] = Counter()
+        with _reading(self.path):
+            for file in self._files:
+                for batch in file.iter_batches(batch_size=1 << 20, columns=["sequence"]):
+                    numbers, counts = np.unique(batch.column(0).to_numpy(), return_counts=True)
+                    found.update(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
+        return dict(found)
+
+    def read_sequences(self, sequences: Collection[int], columns: Iterable[str] | None = None) -> Trace:
+        """Only these sequences, read chunk by chunk, so that memory holds little else."""
+        wanted = np.asarray(sorted(sequences))
+        pieces = [
+            piece.take(np.flatnonzero(np.isin(piece.sequence, wanted))) for piece in self.chunks(columns)
+        ]
+        return concatenate(pieces)
 
     def read(self, columns: Iterable[str] | None = None) -> Trace:
         """The whole trace; ``columns`` names the optional ones wanted (default: all that are there)."""

@@ -82,10 +82,20 @@ class Trace:
         return ordered and len(np.unique(starts)) == len(starts)
 
     def grouped(self) -> Trace:
-        """The same tokens sorted by (sequence, position); self if they already are."""
+        """The same tokens sorted by (sequence, position); self if they already are.
+
+        Raises DaopError if two tokens claim the same place.
+        """
         if self.is_grouped:
             return self
         order = np.lexsort((self.position, self.sequence))
+        sequence, position = self.sequence[order], self.position[order]
+        twice = np.flatnonzero((np.diff(sequence) == 0) & (np.diff(position) == 0))
+        if len(twice):
+            raise DaopError(
+                f"two tokens of the trace are position {position[twice[0]]} of sequence "
+                f"{sequence[twice[0]]}; it joins recordings that number their sequences alike, so give each its own file"
+            )
         return self.take(order)
 
     @cached_property

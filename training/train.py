@@ -69,7 +69,7 @@ def train(
 
     ``update``: a folder of fitted predictors that go on learning from these traces.
     """
-    trace = read_traces(paths)
+    trace = read_traces(paths, round(options.max_tokens / (1 - min(options.test_share, 0.9))), options.seed)
     if isinstance(trace, CountsTrace):
         return _train_counts(trace, paths, out, options, progress)
     trace = trace.grouped()

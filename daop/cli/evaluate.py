@@ -23,7 +23,7 @@ def evaluate(
         Path | None,
         typer.Option(help="With a name: the trace to fit it on first (default: most of --trace)."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Score on at most about so many tokens.")] = 20_000,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Score on at most about so many tokens.")] = 10_000,
     seed: Annotated[int, typer.Option(min=0, help="Of the split and of sampling.")] = 0,
     json: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write everything as JSON; - for standard output.")

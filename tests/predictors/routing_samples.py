@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from daop.core import Geometry
-from daop.predictors.data import Routing
+from daop.core import FloatArray, Geometry
+from daop.predictors.data import Gates, Hidden, Routing
 
 
 def sample_routing(
@@ -36,11 +36,20 @@ def sample_routing(
                 chosen = rng.permutation(count)[:top_k]
             flat[i, layer] = chosen + geometry.offsets[layer]
     weights = np.sort(rng.random(flat.shape), axis=2)[:, :, ::-1].astype(np.float32)
+    width = 6
+    values = rng.standard_normal((n, layers, width)).astype(np.float16)
+    none: list[FloatArray | None] = [None] * layers
+    gates = Gates(
+        weights=[rng.standard_normal((e, width)).astype(np.float32) for e in experts],
+        biases=none,
+        corrections=none,
+        norms=[np.ones(width, dtype=np.float32)] * layers,
+    )
     return Routing(
         geometry=geometry,
         flat=flat,
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         weights=weights,
         token_ids=token,
-        hidden=None,
+        hidden=Hidden(rows=np.arange(n), values=values, gates=gates),
     )

@@ -16,7 +16,7 @@ from daop.core import DaopError, Geometry
 from daop.predictors.artefact import load, save, seal
 from daop.predictors.base import PREDICTORS, NextLayer, Predictor, Reuse, names_of
 from daop.predictors.data import Routing
-from daop.predictors.history import contexts, walk
+from daop.predictors.history import contexts, hidden_contexts, walk
 from daop.predictors.session import Session
 from daop.training.reuse_replay import score_waits
 
@@ -34,8 +34,6 @@ def fitted(name: str, shape: str = "plain") -> tuple[Predictor, Routing]:
     data = sample_routing(**GEOMETRIES[shape])
     if (name, shape) not in _FITTED:
         predictor = PREDICTORS.get(name)()
-        if predictor.needs.hidden:
-            pytest.skip("needs hidden states of a model; its own test covers it")
         assert predictor.fit(data) is predictor
         _FITTED[name, shape] = predictor
     return _FITTED[name, shape], data
@@ -48,7 +46,8 @@ def outputs(predictor: Predictor, data: Routing) -> list[NDArray[Any]]:
     assert isinstance(predictor, NextLayer)
     layers = data.geometry.layers
     parts: dict[tuple[int, int], list[NDArray[Any]]] = {}
-    for _, context in contexts(data, chunk=16):
+    walked = hidden_contexts(data, 16) if predictor.needs.hidden else contexts(data, 16)
+    for _, context in walked:
         for layer in range(layers):
             context.layer = layer
             for horizon in range(1, min(predictor.horizons, layers - 1 - layer) + 1):
@@ -107,12 +106,19 @@ def test_online_equals_offline(name: str) -> None:
     starts = set(data.offsets[:-1].tolist())
     assert data.weights is not None
     assert data.token_ids is not None
+    assert data.hidden is not None
     for i in range(len(data)):
         if i in starts:
             session.begin()
         for layer in range(g.layers):
             ids = data.flat[i : i + 1, layer] - g.offsets[layer]
-            session.observe(layer, ids, data.weights[i : i + 1, layer], token_ids=data.token_ids[i : i + 1])
+            session.observe(
+                layer,
+                ids,
+                data.weights[i : i + 1, layer],
+                token_ids=data.token_ids[i : i + 1],
+                hidden=data.hidden.values[i : i + 1, layer].astype(np.float32),
+            )
             for horizon in range(1, 5):
                 got = session.forecast(horizon)
                 if isinstance(predictor, NextLayer) and layer + horizon < g.layers:

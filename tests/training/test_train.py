@@ -15,6 +15,7 @@ from daop.core import DaopError, FloatArray, Geometry
 from daop.predictors.base import NextLayer, State
 from daop.predictors.data import Routing
 from daop.predictors.history import Context
+from daop.training.dataset import read_bounded
 from daop.training.parquet import read_trace
 from daop.training.report import evaluate_saved
 from daop.training.split import split_by_sequence
@@ -209,10 +210,21 @@ def test_several_traces_are_one(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded_by_sampling_and_it_says_so(tmp_path: Path) -> None:
-    said: list[str] = []
     trace = traffic(tmp_path / "t.parquet")
-    train([trace], tmp_path / "p", Options(predictor="popularity", max_tokens=60), progress=said.append)
-    assert any("whole sequences drawn at random" in line for line in said)
+    out = str(tmp_path / "p")
+    arguments = ["train", str(trace), "-o", out, "--predictor", "popularity", "--max-tokens", "60"]
+    result = runner.invoke(app, arguments)
+    assert "3 of 12 sequences, drawn at random" in " ".join(result.output.split())
+    part = read_bounded(trace, 100)
+    assert isinstance(part, Trace)
+    assert 0 < len(part) <= 100
+    assert len(part) == 20 * len(part.grouped().sequences)
+
+
+def test_two_tokens_in_one_place_are_refused(tmp_path: Path) -> None:
+    trace = traffic(tmp_path / "t.parquet", position=np.zeros(240, dtype=np.int32))
+    with pytest.raises(DaopError, match="position 0 of sequence 0"):
+        train([trace], tmp_path / "p", Options(predictor="popularity"), progress=quiet)
 
 
 def test_bad_input_is_said_and_leaves_nothing(tmp_path: Path) -> None:
