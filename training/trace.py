@@ -94,7 +94,8 @@ class Trace:
         if len(twice):
             raise DaopError(
                 f"two tokens of the trace are position {position[twice[0]]} of sequence "
-                f"{sequence[twice[0]]}; it joins recordings that number their sequences alike, so give each its own file"
+                f"{sequence[twice[0]]}: recordings that number their sequences alike were joined; "
+                "keep each in a file of its own"
             )
         return self.take(order)
 
