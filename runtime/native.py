@@ -244,12 +244,15 @@ def native_status() -> tuple[bool, str, str]:
     return kernels is not None, kernels.variant if kernels else "", reason
 
 
-def compile_command(output: Path, extra: Sequence[str] = (), source: str = "experts.cpp") -> list[str]:
+def compile_command(output: Path, extra: Sequence[str], source: Path | None = None) -> list[str]:
+    """How to compile the kernels, or a ``source`` that includes them."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         raise DaopError("no C++ compiler found: install g++ (or clang), or set CXX to one")
-    flags = (HERE / "csrc" / "flags.txt").read_text().split()
-    return [*compiler.split(), *flags, *extra, str(HERE / "csrc" / source), "-o", str(output)]
+    folder = HERE / "csrc"
+    flags = (folder / "flags.txt").read_text().split()
+    source = source or folder / "experts.cpp"
+    return [*compiler.split(), *flags, *extra, f"-I{folder}", str(source), "-o", str(output)]
 
 
 def build() -> Path:

@@ -162,4 +162,23 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(DaopError, match=r"install g\+\+"):
-        native.compile_command(Path("x.so"))
+        native.compile_command(Path("x.so"), ())
+
+
+@pytest.mark.slow
+def test_under_sanitizers(tmp_path: Path) -> None:
+    """A driver of its own runs every variant, dtype and layout on buffers without a byte to spare."""
+    driver = tmp_path / "driver"
+    checks = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    source = Path(__file__).with_name("kernels_driver.cpp")
+    try:
+        command = native.compile_command(driver, (*checks, "-DDAOP_EMULATE_AVX512"), source)
+    except DaopError as error:
+        pytest.skip(str(error))
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "cannot find" in built.stderr and "san" in built.stderr:
+        pytest.skip("this compiler has no sanitizer libraries")
+    assert built.returncode == 0, built.stderr
+    ran = subprocess.run([driver], capture_output=True, text=True, check=False, timeout=200)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.endswith("runs\n")
