@@ -69,12 +69,15 @@ def load(
     ``profile``: a folder with what other traffic taught. ``trace``: record the routing into this file,
     ``trace_token_ids`` with the tokens' ids. ``dtype``: that of
     everything but the routed experts, which are computed as stored. ``context`` and ``batch`` are what
-    the KV cache is planned for. Raises DaopError with the remedy when something does not fit.
+    the KV cache is planned for. ``threads`` sets how many
+    compute, for torch as a whole. Raises DaopError with the remedy when something does not fit.
     """
     if device != "host":
         raise DaopError(f"--device {device} is not known here; known: host")
     say = progress or (lambda _, __: None)
     torch.manual_seed(seed)
+    if threads is not None:
+        torch.set_num_threads(threads)
     say("reading the checkpoint's headers", 0.0)
     checkpoint = open_checkpoint(model)
     chosen = policy if isinstance(policy, Policy) else _policy(policy, policy_options, profile, checkpoint)
@@ -95,7 +98,6 @@ def load(
         policy_name=policy if isinstance(policy, str) else type(policy).__name__,
         direct_io=direct_io,
         dtype=dtype,
-        threads=threads,
         recorder=_recorder(trace, checkpoint, policy, trace_token_ids) if trace is not None else None,
         progress=say,
     )
@@ -137,7 +139,6 @@ class Runtime:
         policy_name: str,
         direct_io: bool,
         dtype: str | None,
-        threads: int | None,
         recorder: Recorder | None,
         progress: Progress,
     ) -> None:
@@ -154,7 +155,7 @@ class Runtime:
         self._reader = FileReader(checkpoint.files, direct_io=direct_io, largest=CHUNK)
         self._transfers = FileTransfers(checkpoint, memory, self._reader, threads=READ_THREADS)
         self._residency = Residency(self.geometry, plan.slots, memory.class_of_layer)
-        self._executor = self._make_executor(policy, self._built, threads, recorder)
+        self._executor = self._make_executor(policy, self._built, recorder)
         self._watch = ForwardWatch(self.model, self._executor)
         try:
             self._executor.start()
@@ -164,9 +165,7 @@ class Runtime:
         self._bytes_at_reset = self._transfers.bytes_read
         progress("ready", 1.0)
 
-    def _make_executor(
-        self, policy: Policy, built: BuiltModel, threads: int | None, recorder: Recorder | None
-    ) -> HostExecutor:
+    def _make_executor(self, policy: Policy, built: BuiltModel, recorder: Recorder | None) -> HostExecutor:
         compute = [
             HostExperts(layout, form, count)
             for layout, form, count in zip(

@@ -183,6 +183,9 @@ class Conductor:
         statistics = self.statistics
         for flat in (*stream, *coming[late:]):
             statistics.bytes.demand += self._bytes_of[flat]
+        if not self.costs.host_beside:  # where it lies is on the disk: it is read to be computed
+            for flat in plan.host:
+                statistics.bytes.demand += self._bytes_of[flat]
         statistics.streamed_experts += len(stream)
         statistics.host_experts += len(plan.host)
         misses = len(step.experts) - len(ready) - late

@@ -104,14 +104,11 @@ def load(config: RunConfig, output: Output) -> Runtime:
     """The model, with progress shown while it is loaded."""
     with output.progress() as progress:
         progress("importing torch and transformers", 0.0)
-        import torch
         from transformers.utils import logging
 
         import daop
 
         logging.disable_progress_bar()  # ours says more
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)  # torch counts the machine's cores, not a container's
         return daop.load(config.model, **config.load_options(), progress=progress)
 
 
