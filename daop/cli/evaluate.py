@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from daop.cli.bars import bars
 from daop.cli.output import Output
 from daop.cli.train import leaderboard
 
@@ -44,6 +45,9 @@ def evaluate(
     )
     for table in leaderboard(document):
         out.table(table)
+    for name, report in document["predictors"].items():
+        if report["kind"] == "next":
+            _details(out, name, report)
     for name, drift in document.get("drift", {}).items():
         falls = ", ".join(f"{key} {value:+.3f}" for key, value in drift["figures"].items())
         out.say(f"{name} since training: {falls}")
@@ -51,3 +55,17 @@ def evaluate(
             worst = ", ".join(f"{layer} ({fall:+.3f})" for layer, fall in drift["worst_layers"])
             out.say(f"  layers that changed most, recall@k: {worst}")
     out.json(document)
+
+
+def _details(out: Output, name: str, report: dict[str, Any]) -> None:
+    """Recall of every layer, and how often what was forecast with a chance came true."""
+    recalls = [r for r in report["per_layer"]["recall_at_k"] if r is not None]
+    if recalls:
+        out.say(f"{name}, recall@k by layer: {bars(recalls)}  {min(recalls):.3f} to {max(recalls):.3f}")
+    out.say(f"{name}, reliability (bar: came true, |: said; calibrated where they meet):")
+    for row in report["reliability"]:
+        length, mark = round(30 * row["observed"]), round(30 * row["forecast"])
+        line = ("█" * length).ljust(31)
+        line = line[:mark] + "|" + line[mark + 1 :]
+        times = f"{row['chances']:.0f} times"
+        out.say(f"  said {row['forecast']:.2f}  true {row['observed']:.2f}  {line}  {times}")

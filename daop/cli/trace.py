@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from daop.cli.bars import bars
 from daop.cli.output import Output
 
 trace_app = typer.Typer(
@@ -16,8 +17,6 @@ trace_app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 @trace_app.command("capture")
@@ -186,6 +185,4 @@ def _print(out: Output, path: Path, found: dict[str, Any]) -> None:
 
 def _line(out: Output, name: str, values: list[float]) -> None:
     """A row of small bars from 0 to the largest, with its extremes."""
-    top = max(values) or 1.0
-    bars = "".join(BLOCKS[round(max(v, 0.0) / top * (len(BLOCKS) - 1))] for v in values)
-    out.say(f"  {name:16} {bars}  {min(values):.1%} to {max(values):.1%}")
+    out.say(f"  {name:16} {bars(values)}  {min(values):.1%} to {max(values):.1%}")
