@@ -25,7 +25,7 @@ namespace {
 constexpr int64_t TILE = 128;          // rows that a thread takes at a time, at most
 constexpr int64_t SMALLEST_TILE = 16;  // and at least
 constexpr int64_t TOKENS = 16;         // per expert and pass over a tile
-constexpr int64_t AHEAD = 16384;       // bytes between what is computed and what is fetched
+constexpr int64_t AHEAD = 8192;       // bytes between what is computed and what is fetched
 constexpr int64_t STRETCH = 512;       // values of GROUP rows that many tokens share in the first cache
 constexpr int64_t GROUP = 8;
 
