@@ -24,7 +24,7 @@ from daop.runtime.sim_forecasts import OnlineForecaster
 from daop.runtime.sim_traffic import Traffic
 from daop.runtime.simulator import Simulator
 from daop.training.split import split_by_sequence
-from daop.training.trace import PHASES, Trace
+from daop.training.trace import ABSENT, PHASES, Trace
 
 STATIC = ("static", "static_front", "static_frequency")
 BOUND = "optimum"
@@ -69,10 +69,11 @@ def traffic_of(trace: Trace, geometry: Geometry) -> Traffic:
     trace = trace.grouped()
     if not len(trace):
         raise DaopError("the trace holds no tokens")
+    ids = np.where(trace.ids == ABSENT, np.int32(-1), trace.ids.astype(np.int32))
     prefill = np.asarray([phase.value == "prefill" for phase in PHASES])[trace.phase]
     return Traffic(
         geometry=geometry,
-        ids=trace.ids,
+        ids=ids,
         sequence=trace.sequence,
         prefill=prefill if prefill.any() else None,
         weights=trace.weights,
@@ -102,7 +103,8 @@ def learn_profile(trace: Trace, geometry: Geometry) -> Profile:
     """Frequencies, activation matrices and the context model of a trace."""
     from daop.runtime import context_model
 
-    traffic = traffic_of(trace, geometry)
+    whole = np.flatnonzero((trace.ids != ABSENT).all(axis=(1, 2)))
+    traffic = traffic_of(trace.take(whole), geometry)
     profile = Profile.from_routing(geometry, traffic.ids, traffic.sequence)
     model = context_model.fit(geometry, traffic.ids, traffic.sequence)
     return dataclasses.replace(profile, arrays=model.as_arrays())

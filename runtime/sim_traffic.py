@@ -1,8 +1,8 @@
 """Turns recorded routing into the forward passes that a server would run.
 
-A trace is arrays: ``ids`` [N, L, K] experts per token and MoE layer, ``sequence`` [N] ascending runs,
-``prefill`` bool [N] or None (a trace of decode alone). With a batch of B sequences in flight, each
-forward decodes one token of every running sequence, and a sequence that ends makes room for the next
+A trace is arrays: ``ids`` [N, L, K] experts per token and MoE layer (-1: not recorded), ``sequence`` [N]
+in ascending runs, ``prefill`` bool [N] or None (a trace of decode alone). With a batch of B sequences in
+flight, each forward decodes one token of every running sequence, and a sequence that ends makes room for the next
 (continuous batching). A sequence's prefill tokens run as forwards of their own, in chunks.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class Traffic:
                 raise DaopError(f"the trace has {tokens} tokens, but {len(array)} entries in {name!r}")
         if self.weights is not None and self.weights.shape != self.ids.shape:
             raise DaopError("the trace's weights differ in shape from its experts")
-        if self.ids.min() < 0 or (self.ids >= np.asarray(self.geometry.experts)[:, None]).any():
+        if self.ids.min() < -1 or (self.ids >= np.asarray(self.geometry.experts)[:, None]).any():
             raise DaopError("the trace names an expert that the model's geometry does not have")
 
     def head(self, tokens: int) -> Traffic:
@@ -97,15 +97,30 @@ class Lists:
             if len(self._blocks) > 64:
                 self._blocks.pop(next(iter(self._blocks)))
             part = slice(number * BLOCK, (number + 1) * BLOCK)
-            flat = self._ids[part].astype(np.int32) + self._offsets
+            flat = self._ids[part].astype(np.int32)
+            absent = flat < 0
+            flat += self._offsets
             order = np.argsort(flat, axis=-1, kind="stable")
             weights = None
             if self._weights is not None:
                 taken = np.take_along_axis(self._weights[part], order, axis=-1)
                 weights = taken.astype(np.float32).tolist()
-            self._blocks[number] = (np.take_along_axis(flat, order, axis=-1).tolist(), weights)
+            flats = np.take_along_axis(flat, order, axis=-1).tolist()
+            if absent.any():
+                there = np.take_along_axis(~absent, order, axis=-1).tolist()
+                flats = _only(flats, there)
+                weights = None if weights is None else _only(weights, there)
+            self._blocks[number] = (flats, weights)
         flats, weighed = self._blocks[number]
         return flats[inside], None if weighed is None else weighed[inside]
+
+
+def _only(values: list[list[list[Any]]], there: list[list[list[bool]]]) -> list[list[list[Any]]]:
+    """Values of the experts that are there."""
+    return [
+        [list(compress(row, kept)) for row, kept in zip(token, keep, strict=True)]
+        for token, keep in zip(values, there, strict=True)
+    ]
 
 
 def forwards(traffic: Traffic, batch: int = 1, prefill_chunk: int = 512) -> Iterator[Forward]:
@@ -149,8 +164,9 @@ def merge(
     rows = len(token_ids)
     if rows == 1:
         experts, weights = lists.token(token_ids[0])
-        ones = [1] * len(experts[0])
-        return Forward(phase, 1, token_ids, starts, first, experts, [ones] * len(experts), weights)
+        widest = [1] * max(map(len, experts))
+        ones = [widest if len(row) == len(widest) else [1] * len(row) for row in experts]
+        return Forward(phase, 1, token_ids, starts, first, experts, ones, weights)
     parts = [lists.token(token) for token in token_ids]
     per_layer: list[list[int]] = []
     counts: list[list[int]] = []

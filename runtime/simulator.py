@@ -158,6 +158,8 @@ class Simulator:
         weights = forward.weights
         number, phase, rows = self._forward, forward.phase, forward.rows
         for layer, experts in enumerate(forward.experts):
+            if not experts:
+                continue  # the trace does not say: nothing to place
             step = Step(
                 layer,
                 phase,
