@@ -2,8 +2,8 @@
 
 A trace is arrays: ``ids`` [N, L, K] experts per token and MoE layer (-1: not recorded), ``sequence`` [N]
 in ascending runs, ``prefill`` bool [N] or None (a trace of decode alone). With a batch of B sequences in
-flight, each forward decodes one token of every running sequence, and a sequence that ends makes room for the next
-(continuous batching). A sequence's prefill tokens run as forwards of their own, in chunks.
+flight, each forward decodes one token of every running sequence, and a sequence that ends makes room for
+the next (continuous batching). A sequence's prefill tokens run as forwards of their own, in chunks.
 """
 
 from __future__ import annotations
