@@ -1,6 +1,6 @@
 """Every exact policy on recorded gpt-oss-20b traffic, four consumer machines, three budgets, simulated.
 
-    python -m benchmarks.compare_gpt_oss mmlu.npz [--sequences 6] [--profile DIR] [--policies ...]
+    python benchmarks/compare_gpt_oss.py mmlu.npz [--sequences 6] [--profile DIR] [--policies ...]
 
 ``mmlu.npz`` holds ``ids`` u8[tokens, 24, 4] and ``offsets`` i32[sequences + 1] (the recorded traces of
 github.com/AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting, Apache-2.0). A fifth of the sequences is held

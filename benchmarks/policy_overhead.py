@@ -1,6 +1,6 @@
 """What a policy's decisions cost per decode layer, in microseconds of this machine's time.
 
-    python -m benchmarks.policy_overhead [--experts 128] [--top-k 8] [--layers 48] [--ecr 0.25]
+    python benchmarks/policy_overhead.py [--experts 128] [--top-k 8] [--layers 48] [--ecr 0.25]
 
 Made-up traffic (labelled as such): each layer keeps its previous choice with probability 0.6 per expert
 and else draws by a Zipf law, so that policies hit and miss as on real traces. Bookkeeping is not counted.

@@ -1,6 +1,6 @@
 """How many layer-steps the simulator does per second of one core, and how that grows with the trace.
 
-    python -m benchmarks.simulator_speed mmlu.npz [--policy lru] [--tokens 2000,8000,32000]
+    python benchmarks/simulator_speed.py mmlu.npz [--policy lru] [--tokens 2000,8000,32000]
 
 A layer-step is one MoE layer of one forward pass: router known, placed, moved, computed, counted.
 Processor time, so that other work on the machine counts little. The last line is JSON.
@@ -13,7 +13,8 @@ import json
 import time
 from pathlib import Path
 
-from benchmarks.compare_gpt_oss import GEOMETRY, read
+from compare_gpt_oss import GEOMETRY, read
+
 from daop.comparison import traffic_of
 from daop.hardware import load
 from daop.runtime.costs import HardwareCosts
