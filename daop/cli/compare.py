@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.table import Table
 
 from daop.cli.output import Output, write_whole
@@ -150,11 +151,16 @@ def _simulated(
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
     """The rows for a person: one line per policy, grouped by machine and budget."""
-    table = Table(title=None, pad_edge=False)
+    from daop.report.tables import moved
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
     for name in ("machine", "ECR", "policy"):
-        table.add_column(name)
-    for name in ("tokens/s", "x static", "of optimum", "hit rate", "p95 ms", "stall ms/token", "GB moved"):
-        table.add_column(name, justify="right")
+        table.add_column(name, overflow="fold")
+    for name in ("tok/s", "x static", "x opt.", "hits", "p95 ms", "stall", "GB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.caption = (
+        "x static, x opt.: ratio to the best static and to the optimum; stall: ms a token; GB: moved"
+    )
     last: tuple[str, float] | None = None
     for row in rows:
         here = (str(row["hardware"]), float(row["ecr"]))
@@ -171,7 +177,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
             f"{row['hit_rate']:.3f}",
             f"{row['tpot_ms']['p95']:.1f}",
             f"{sum(row['stall_ms'].values()) / tokens:.2f}",
-            f"{sum(v for k, v in row['bytes'].items() if k != 'pending') / 1e9:.1f}",
+            f"{moved(row) / 1e9:.1f}",
         )
         last = here
     return table
