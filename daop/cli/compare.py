@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Table
 
 from daop.cli.output import Output, write_whole
@@ -153,7 +152,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     """The rows for a person: one line per policy, grouped by machine and budget."""
     from daop.report.tables import moved
 
-    table = Table(box=box.SIMPLE, pad_edge=False)
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for name in ("machine", "ECR", "policy"):
         table.add_column(name, no_wrap=True)
     for name in ("tok/s", "x static", "x opt.", "hits", "stall", "GB"):
