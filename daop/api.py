@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from daop.config import DEFAULT_POLICY
 from daop.core import DaopError
 from daop.forward_watch import ForwardWatch
 from daop.generation import Generation, OnText, generate, stream
@@ -46,7 +47,7 @@ def load(
     model: str | Path,
     *,
     device: str = "host",
-    policy: str | Policy = "lru",
+    policy: str | Policy = DEFAULT_POLICY,
     fast_memory: int | str | None = None,
     ecr: float | None = None,
     direct_io: bool = False,

@@ -14,7 +14,7 @@ from daop.units import parse_size
 if TYPE_CHECKING:
     from daop.machine import Cpu
 
-DEFAULT_POLICY = "lru"
+DEFAULT_POLICY = "adaptive"
 DTYPES = ("bfloat16", "float16", "float32")
 
 

@@ -26,7 +26,7 @@ def test_both_placements_are_reported_and_agree(tmp_path: Path, monkeypatch: pyt
     assert ran.exit_code == 0, ran.output
     document = json.loads(ran.stdout)
     dynamic, static = document["runs"]
-    assert (dynamic["policy"], static["policy"]) == ("lru", "static")
+    assert (dynamic["policy"], static["policy"]) == ("adaptive", "static")
     assert document["same_tokens"]
     assert dynamic["token_ids"] == static["token_ids"]
     assert sum(dynamic["hot_set_changes"]) > 0

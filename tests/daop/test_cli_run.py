@@ -37,7 +37,7 @@ def test_every_figure_is_there_and_adds_up(model: Path, tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     run = json.loads(target.read_text())
     assert [file.name for file in tmp_path.iterdir()] == ["figures.json"], "no temporary file is left"
-    assert (run["policy"], run["ecr"]) == ("lru", 0.25)
+    assert (run["policy"], run["ecr"]) == ("adaptive", 0.25)
     assert run["memory_bytes"].keys() >= {"experts", "non_experts", "kv_cache", "workspace", "peak"}
     assert run["bytes"].keys() >= {"demand", "useful", "late", "wasted"}
     assert run["tpot_ms"]["p50"] <= run["tpot_ms"]["p95"] <= run["tpot_ms"]["p99"]
