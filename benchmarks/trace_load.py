@@ -75,8 +75,9 @@ def main() -> None:
             "peak_mb": max(p for _, _, p in runs) / 1e6,
         }
     print(f"file {result['file_mb']:.1f} MB, with router weights; {args.repeats} fresh processes")
+    print(f"load {result['seconds_median']:.2f} s median, {result['seconds_worst']:.2f} s worst")
     print(
-        f"load {result['seconds_median']:.2f} s median, {result['seconds_worst']:.2f} s worst; of one core {result['cpu_seconds_median']:.2f} s"
+        f"     of which {result['cpu_seconds_median']:.2f} s of one core: more is waiting for other programs"
     )
     print(f"peak {result['peak_mb']:.0f} MB, Python and libraries included")
     print(json.dumps(result))
