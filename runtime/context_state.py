@@ -78,6 +78,17 @@ class ContextState:
         self._learn(layer, chosen, step)
         self._forecast(layer, step.rows)
 
+    def glance(self, step: Step) -> None:
+        """Take in a step's routing without forecasting anew: a third of the cost of ``absorb``."""
+        layer = step.layer
+        begin = self._offsets[layer]
+        self._learn(layer, [flat - begin for flat in step.experts], step)
+        averages = self._averages[layer]
+        np.add(
+            averages[0], averages[1], out=self.chance[layer]
+        )  # what a whole turn's forecast would say, roughly
+        self.chance[layer] *= 0.5
+
     def _learn(self, layer: int, chosen: list[int], step: Step) -> None:
         hot, counts = self._hot[layer], self._counts[layer]
         hot.fill(0.0)

@@ -41,6 +41,7 @@ STALL_MEMORY = 0.005
 
 SMOOTH = 0.05
 HIT_US, MISS_US, LOOK_US, REST_US = 2.0, 10.0, 100.0, 1.0  # measured: benchmarks/policy_overhead.py
+GLANCE, GLANCE_US = 0.8, 55.0
 SLEEP, WAKE = 0.15, 0.3  # of the look-ahead's own cost, what stalls must cost to be worth it
 
 
@@ -180,9 +181,13 @@ class Adaptive(Policy):
         if self._resting and step.phase is Phase.DECODE:
             self.look_ahead_us = REST_US
             return ()
-        self.look_ahead_us = LOOK_US
-        if self.costs.host_beside or step.phase is Phase.PREFILL:
-            self._absorb(step)
+        if step.rows == 1 and self.costs.host_beside and self._ends - view.now < GLANCE * LOOK_US * 1e-6:
+            self.look_ahead_us = GLANCE_US
+            self._glance(step)
+        else:
+            self.look_ahead_us = LOOK_US
+            if self.costs.host_beside or step.phase is Phase.PREFILL:
+                self._absorb(step)
         now = view.now
         queued = max(0.0, view.link_free_at - now)
         if self._flying:
@@ -226,6 +231,15 @@ class Adaptive(Policy):
         for layer in late:
             part = gain[offsets[layer] : offsets[layer + 1]]
             np.subtract(part, self._state.chance[layer, : len(part)], out=part, where=part > 0)
+
+    def _glance(self, step: Step) -> None:
+        """Where the device has so little to do that forecasting would hold it up: learn, forecast nothing."""
+        state, layer = self._state, step.layer
+        state.glance(step)
+        np.multiply(state.rate[layer], np.float32(STAY), out=self._stay[layer])
+        self._worth[layer] = state.chance[layer] * self._nearness[-1] + self._stay[layer]
+        if self._place is not None:
+            self._flat_worth = self._worth.reshape(-1)[self._place]
 
     def _absorb(self, step: Step) -> None:
         """Learn from the step's routing and value its layer and the next ones anew."""
