@@ -1,11 +1,12 @@
 """Gate look-ahead: ask the routers of coming layers about this layer's router input.
 
 Four variants, each adding to the one before:
-    gate_lookahead            plain: gate_t(x_l), as DAOP does (arXiv 2501.10375)
-    gate_lookahead_norm       x_l rescaled from layer l's norm weight to layer t's
-    gate_lookahead_residual   plus the mean difference between that and what layer t saw (as DALI's residual)
-    gate_lookahead_corrected  plus a low-rank correction of the logits from x_l, and each chosen expert's mean
-                              effect on them, fitted to the true router's distribution (KL)
+    gate_lookahead            plain: gate_t(x_l), as DAOP does (arXiv 2501.10375) gate_lookahead_norm
+    x_l rescaled from layer l's norm weight to layer t's gate_lookahead_residual   plus the mean difference
+    between that and what layer t saw (as DALI's residual) gate_lookahead_corrected  plus a low-rank
+    correction of the logits from x_l, x_{l-1}, the experts that were
+                              chosen (by router weight) and those of the previous token, fitted to the true
+                              router's distribution (KL)
 All need hidden states; chances come from a logistic of the distance to the k-th best score, fitted per layer.
 
 Shapes: T tokens, E experts of the target layer t, H hidden size, R rank, K choices.
@@ -14,15 +15,16 @@ Shapes: T tokens, E experts of the target layer t, H hidden size, R rank, K choi
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
-from daop.core import FloatArray, Geometry
+from daop.core import FloatArray, Geometry, IntArray
 
 from .base import PREDICTORS, Needs, NextLayer, State
 from .data import Gates, Routing
-from .history import Context
+from .history import Context, previous_choices
 from .network import sigmoid
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,17 @@ def router_scores(gates: Gates, layer: int, logits: Any) -> Any:
     """What the router ranks experts by, from its logits; on a scale where differences are comparable."""
     correction = gates.corrections[layer]
     return logits if correction is None else sigmoid(logits) + correction
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Seen:
+    """What a forecast may look at: router inputs by layer [T, H], choices of this and the previous token, and
+    router weights [T, L, K]."""
+
+    hidden: dict[int, FloatArray]
+    chosen: IntArray
+    previous: IntArray
+    weights: Any
 
 
 class GateLookahead(NextLayer):
@@ -48,9 +61,9 @@ class GateLookahead(NextLayer):
         self,
         *,
         horizons: int = 4,
-        rank: int = 16,
-        steps: int = 200,
-        learning_rate: float = 0.02,
+        rank: int = 32,
+        steps: int = 600,
+        learning_rate: float = 0.01,
         seed: int = 0,
     ) -> None:
         self.horizons = horizons
@@ -68,25 +81,27 @@ class GateLookahead(NextLayer):
         self.gates_ = data.hidden.gates
         self.extra_: dict[str, FloatArray] = {}
         self.chance_: dict[str, FloatArray] = {}
-        values, flat = data.hidden.values, data.flat[data.hidden.rows]
+        rows, values = data.hidden.rows, data.hidden.values
+        seen = Seen(
+            hidden={layer: values[:, layer].astype(np.float32) for layer in range(data.geometry.layers)},
+            chosen=data.flat[rows],
+            previous=previous_choices(data, rows),
+            weights=None if data.weights is None else data.weights[rows],
+        )
         for layer in range(data.geometry.layers):
-            x = values[:, layer].astype(np.float32)
             for h in range(1, min(self.horizons, data.geometry.layers - 1 - layer) + 1):
-                seen = values[:, layer + h].astype(np.float32)
-                self._fit_pair(layer, layer + h, x, seen, flat)
+                self._fit_pair(layer, layer + h, seen)
         return self
 
-    def _fit_pair(self, layer: int, target: int, x: FloatArray, seen: FloatArray, flat: Any) -> None:
-        key = f"{layer}.{target}"
+    def _fit_pair(self, layer: int, target: int, seen: Seen) -> None:
+        key, x, true = f"{layer}.{target}", seen.hidden[layer], seen.hidden[target]
         if self.uses_residual:
-            self.extra_[f"residual.{key}"] = (seen - self._input(layer, target, x)).mean(axis=0)
+            self.extra_[f"residual.{key}"] = (true - self._input(layer, target, x)).mean(axis=0)
         if self.uses_correction:
-            wanted = self._gate(target, seen)
             start = self._gate(target, self._input(layer, target, x))
-            shown = self._shown(layer, x, flat[:, layer])
-            self._fit_correction(key, shown, start, wanted)
-        scores = self._scores(layer, target, x, flat[:, layer])
-        local = flat[:, target] - self.geometry_.offsets[target]
+            self._fit_correction(key, self._shown(layer, target, seen), start, self._gate(target, true))
+        scores = self._scores(layer, target, seen)
+        local = seen.chosen[:, target] - self.geometry_.offsets[target]
         known = (local >= 0).all(axis=1)
         chosen = np.zeros(scores[known].shape, dtype=np.bool_)
         np.put_along_axis(chosen, local[known], True, axis=1)
@@ -100,24 +115,24 @@ class GateLookahead(NextLayer):
         generator = torch.Generator().manual_seed(self.seed)
         n, width = shown.shape
         experts, rank = wanted.shape[1], min(self.rank, wanted.shape[1])
-        inputs, first = torch.from_numpy(shown), torch.from_numpy(start)
+        steps = min(self.steps, 50 + n // 4)  # few tokens are learned by heart soon enough
+        scale = np.maximum(shown.std(axis=0), 1e-3)
+        inputs, first = torch.from_numpy(shown / scale), torch.from_numpy(start)
         soft = torch.from_numpy(wanted).softmax(dim=1)
-        scale = float(np.sqrt((shown**2).mean())) or 1.0
-        a = (torch.randn(width, rank, generator=generator) * 0.1 / (scale * width**0.5)).requires_grad_()
+        a = (torch.randn(width, rank, generator=generator) * 0.3 / width**0.5).requires_grad_()
         b = torch.zeros(rank, experts, requires_grad=True)
         c = torch.zeros(experts, requires_grad=True)
-        optimiser = torch.optim.Adam([a, b, c], lr=self.learning_rate)
-        cycle = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, self.steps)
-        for _ in range(self.steps):
+        optimiser = torch.optim.AdamW([a, b, c], lr=self.learning_rate, weight_decay=0.01)
+        cycle = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+        for _ in range(steps):
             rows = torch.randint(n, (min(n, 512),), generator=generator)
             logits = first[rows] + inputs[rows] @ a @ b + c
-            decay = 1e-3 * (a.square().sum() * scale**2 + b.square().sum())
-            loss = -(soft[rows] * logits.log_softmax(dim=1)).sum(dim=1).mean() + decay / n**0.5
+            loss = -(soft[rows] * logits.log_softmax(dim=1)).sum(dim=1).mean()
             optimiser.zero_grad(set_to_none=True)
             loss.backward()
             optimiser.step()
             cycle.step()
-        self.extra_[f"down.{key}"] = a.detach().numpy().copy()
+        self.extra_[f"down.{key}"] = (a.detach().numpy() / scale[:, None]).astype(np.float32)
         self.extra_[f"up.{key}"] = b.detach().numpy().copy()
         self.extra_[f"shift.{key}"] = c.detach().numpy().copy()
 
@@ -138,19 +153,39 @@ class GateLookahead(NextLayer):
         bias = self.gates_.biases[target]
         return np.asarray(logits if bias is None else logits + bias, dtype=np.float32)
 
-    def _shown(self, layer: int, x: FloatArray, chosen: Any) -> FloatArray:
-        """[T, H + E of ``layer``] what the correction sees: the input, and which experts it was sent to."""
-        offsets = self.geometry_.offsets
-        experts = np.arange(offsets[layer], offsets[layer + 1])
-        sent = (chosen[:, :, None] == experts).any(axis=1).astype(np.float32)
-        return np.concatenate([x, sent], axis=1)
+    def _shown(self, layer: int, target: int, seen: Seen) -> FloatArray:
+        """[T, features] what the correction sees; see the module's docstring."""
+        weights = None if seen.weights is None else np.asarray(seen.weights[:, layer], dtype=np.float32)
+        before = seen.hidden.get(layer - 1)
+        x = seen.hidden[layer]
+        return np.concatenate(
+            [
+                x,
+                np.zeros_like(x) if before is None else before,
+                self._marks(layer, seen.chosen, weights),
+                self._marks(layer, seen.previous, None),
+                self._marks(target, seen.previous, None),
+            ],
+            axis=1,
+        )
 
-    def _scores(self, layer: int, target: int, x: FloatArray, chosen: Any) -> FloatArray:
-        logits = self._gate(target, self._input(layer, target, x))
+    def _marks(self, layer: int, flat: Any, weights: FloatArray | None) -> FloatArray:
+        """[T, E] the choices of a layer, marked with their share of the router weight (1 / K: not known)."""
+        chosen, offsets = flat[:, layer], self.geometry_.offsets
+        n, k = chosen.shape
+        out = np.zeros((n, offsets[layer + 1] - offsets[layer] + 1), dtype=np.float32)
+        share: Any = 1.0 / k
+        if weights is not None:
+            share = weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-6)
+        out[np.arange(n)[:, None], np.where(chosen < 0, -1, chosen - offsets[layer])] = share
+        return out[:, :-1]
+
+    def _scores(self, layer: int, target: int, seen: Seen) -> FloatArray:
+        logits = self._gate(target, self._input(layer, target, seen.hidden[layer]))
         key = f"{layer}.{target}"
         down = self.extra_.get(f"down.{key}")
         if down is not None:
-            shown = self._shown(layer, x, chosen)
+            shown = self._shown(layer, target, seen)
             shift = shown @ down @ self.extra_[f"up.{key}"] + self.extra_[f"shift.{key}"]
             logits = np.asarray(logits + shift, dtype=np.float32)
         return np.asarray(router_scores(self.gates_, target, logits), dtype=np.float32)
@@ -167,7 +202,13 @@ class GateLookahead(NextLayer):
         layer, target = context.layer, context.layer + horizon
         if context.hidden is None or layer not in context.hidden:
             raise ValueError(f"{type(self).__name__} needs the input of layer {layer}'s router")
-        scores = self._scores(layer, target, context.hidden[layer], context.chosen[:, layer])
+        seen = Seen(
+            hidden=context.hidden,
+            chosen=context.chosen,
+            previous=context.past.previous,
+            weights=context.weights,
+        )
+        scores = self._scores(layer, target, seen)
         slope, bias = self.chance_[f"{layer}.{target}"]
         return sigmoid(slope * self._margin(scores) + bias)
 

@@ -8,7 +8,7 @@ Shapes: R sequences, T tokens of a forward, L layers, K choices, W half-lives, t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -189,10 +189,19 @@ def contexts(data: Routing, chunk: int = 512) -> Iterator[tuple[slice, Context]]
         )
 
 
+def previous_choices(data: Routing, rows: NDArray[np.int64]) -> IntArray:
+    """[n, L, K] what the token before each of ``rows`` chose; -1 where it is its sequence's first."""
+    out = data.flat[np.maximum(rows - 1, 0)].copy()
+    out[np.isin(rows, data.offsets[:-1])] = -1
+    return out
+
+
 def hidden_contexts(data: Routing, chunk: int = 256) -> Iterator[tuple[NDArray[np.int64], Context]]:
-    """The tokens whose hidden states were sampled, as ``contexts`` gives them, but with empty pasts."""
+    """The tokens whose hidden states were sampled, as ``contexts`` gives them, but their pasts know nothing
+    beyond what the previous token chose."""
     if data.hidden is None:
         return
+    previous = previous_choices(data, data.hidden.rows)
     for first in range(0, len(data.hidden.rows), chunk):
         rows = data.hidden.rows[first : first + chunk]
         values = data.hidden.values[first : first + chunk].astype(np.float32)
@@ -202,7 +211,10 @@ def hidden_contexts(data: Routing, chunk: int = 256) -> Iterator[tuple[NDArray[n
                 geometry=data.geometry,
                 layer=0,
                 chosen=data.flat[rows],
-                past=History(data.geometry, len(rows)).past(),
+                past=replace(
+                    History(data.geometry, len(rows)).past(), previous=previous[first : first + chunk]
+                ),
+                weights=None if data.weights is None else data.weights[rows],
                 token_ids=None if data.token_ids is None else data.token_ids[rows],
                 hidden={layer: values[:, layer] for layer in range(data.geometry.layers)},
             ),

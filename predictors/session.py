@@ -97,7 +97,8 @@ class Session:
         context = self._context
         if context is not None:
             context.layer = layer
-            context.hidden = None if hidden is None else {layer: hidden[self._rows]}
+            if hidden is not None:
+                context.hidden = {**(context.hidden or {}), layer: hidden[self._rows]}
             if context.chosen is not self._chosen:
                 context.chosen[:, layer] = flat[self._rows]
                 if context.weights is not None and weights is not None:
