@@ -43,11 +43,15 @@ def evaluate_saved(
         trace = _unseen(trace, folder, progress)
     else:
         predictors, trace = _fit_here(what, path, trace, train_on, seed, progress)
-    progress(f"scoring {', '.join(predictors)} on {len(trace)} tokens")
+    for name, predictor in predictors.items():
+        predictor.geometry_.check_same_shape(trace.geometry, f"the predictor {name}", str(path))
     data = with_features(to_routing(trace), path, trace)
     usable = {n: p for n, p in predictors.items() if data.hidden is not None or not p.needs.hidden}
     for name in predictors.keys() - usable.keys():
         progress(f"{name}: left out, the trace has no hidden states (record with --features)")
+    if not usable:
+        raise DaopError(f"{path} has nothing to score {', '.join(predictors)} on; record it with --features")
+    progress(f"scoring {', '.join(usable)} on {len(trace)} tokens")
     reports = evaluate(usable, data, max_tokens=max_tokens, seed=seed)
     document: dict[str, Any] = {
         "trace": path.name,

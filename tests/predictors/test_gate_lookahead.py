@@ -15,6 +15,9 @@ from daop.predictors.data import Gates, Hidden, Routing
 from daop.predictors.history import hidden_contexts
 from daop.predictors.session import Session
 from daop.training.evaluate import evaluate_next
+from daop.training.report import evaluate_saved
+from daop.training.trace import Trace
+from daop.training.writer import write_trace
 
 # with fewer steps of fitting than by default, which would only cost time here
 VARIANTS = ("gate_lookahead", "gate_lookahead_norm", "gate_lookahead_residual", "gate_lookahead_corrected")
@@ -114,3 +117,21 @@ def test_hidden_states_follow_their_sequences() -> None:
     assert data.hidden is not None
     np.testing.assert_array_equal(part.hidden.rows, np.arange(50))
     np.testing.assert_array_equal(part.hidden.values, data.hidden.values[50:])
+
+
+def test_scoring_on_a_trace_without_hidden_states_is_refused(tmp_path: Path) -> None:
+    data = residual_stream(60)
+    save(PREDICTORS.get("gate_lookahead")().fit(data), tmp_path / "gate")
+    ids = data.flat - np.asarray(data.geometry.offsets[:-1])[None, :, None]
+    trace = Trace(
+        geometry=data.geometry,
+        sequence=np.repeat(np.arange(2, dtype=np.int32), 30),
+        position=np.tile(np.arange(30, dtype=np.int32), 2),
+        phase=np.ones(60, np.uint8),
+        ids=ids.astype(np.uint16),
+    )
+    write_trace(trace, tmp_path / "t.parquet")
+    with pytest.raises(DaopError, match="nothing to score gate on"):
+        evaluate_saved(
+            str(tmp_path / "gate"), tmp_path / "t.parquet", max_tokens=100, progress=lambda _: None
+        )
