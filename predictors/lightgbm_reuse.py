@@ -41,12 +41,12 @@ class LightgbmReuse(Reuse):
     def __init__(
         self,
         *,
-        trees: int = 32,
+        trees: int = 48,
         leaves: int = 31,
-        learning_rate: float = 0.15,
-        pairs: int = 2_000_000,
+        learning_rate: float = 0.12,
+        pairs: int = 2_500_000,
         network: dict[str, Any] | None = None,
-        network_share: float = 0.85,
+        network_share: float = 0.75,
         seed: int = 0,
     ) -> None:
         self.trees = trees

@@ -52,7 +52,7 @@ class MlpReuse(Reuse):
         self,
         *,
         width: int = 96,
-        epochs: int = 3,
+        epochs: int = 4,
         batch: int = 256,
         learning_rate: float = 0.003,
         weight_decay: float = 0.05,
