@@ -79,6 +79,9 @@ class Adaptive(Policy):
         self._layer_seconds = costs.layer(1)
         self._between = costs.layer(1)
         self._device = costs.device(0, 1)
+        # Where a miss is read over the same link, a copy pays only as far as it overlaps with computing: at
+        # least half of it must. What does not overlap delays the next layer's misses.
+        self._least = 0.0 if costs.host_beside else 0.5 * self._copy
         self._ends = 0.0
         self._resting = False
         self._stalled = LOOK_US  # microseconds per layer, of late
@@ -194,7 +197,7 @@ class Adaptive(Policy):
         queued = max(0.0, view.link_free_at - now)
         if self._flying:
             self._flying = {flat: at for flat, at in self._flying.items() if view.filling[flat]}
-        window = max(self._ends - now, 0.0) + self._between
+        window = max(self._ends - now, 0.0) + self._between - self._least
         if queued >= window:
             return ()
         gain = np.where(view.resident | view.filling, np.float32(0.0), self._flat_worth)
