@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from daop.runtime.layout import ExpertLayout
 
 MIB = 1 << 20
+KERNEL_SCRATCH = 64 * MIB  # of a native call: converted inputs and outputs, at most 32 MiB each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,8 @@ def non_expert_memory(checkpoint: Checkpoint, dtype: str | None) -> tuple[int, i
 def activation_memory(config: Any, *, context: int, batch: int, itemsize: int) -> int:
     """A generous estimate of what a prefill of the whole context holds at once.
 
-    Of every token ten vectors of the model's width, one of each chosen expert, the widest feed-forward; the
+    Of every token ten vectors of the model's width, one in float32 of each chosen expert (outputs that wait
+    for their turn in the sum), the widest feed-forward; the scratch memory of the native kernels; the
     mask where there is one (a batch, a sliding window); scores of all heads where attention is not a fused
     kernel; and the last token's logits.
     """
@@ -142,13 +144,13 @@ def activation_memory(config: Any, *, context: int, batch: int, itemsize: int) -
     rows = context * batch
     top_k = getattr(text, "num_experts_per_tok", None) or 1
     widest = max(text.hidden_size, *(getattr(text, name, None) or 0 for name in _WIDTHS))
-    per_row = (10 + top_k) * text.hidden_size * max(itemsize, 2) + 3 * widest * 4
+    per_row = text.hidden_size * (10 * max(itemsize, 2) + 4 * top_k) + 3 * widest * 4
     pairs = batch * context * context
     eager = getattr(text, "_attn_implementation", None) == "eager"
     scores = pairs * text.num_attention_heads * (4 + 2 * itemsize) if eager else 0
     masked = eager or batch > 1 or getattr(text, "sliding_window", None)
     mask = pairs * (1 + 4) if masked else 0  # of truth values, and of numbers made of it
-    return int(rows * per_row + mask + scores + 3 * batch * text.vocab_size * 4)
+    return int(KERNEL_SCRATCH + rows * per_row + mask + scores + 3 * batch * text.vocab_size * 4)
 
 
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim")
