@@ -51,16 +51,17 @@ class ForwardWatch:
         ids = tokens.reshape(-1).numpy() if tokens.dim() == 2 else None
         if new:
             self._ended = np.zeros(rows, dtype=np.bool_)
-        elif ids is not None and phase is Phase.DECODE:
+        elif rows > 1 and ids is not None and phase is Phase.DECODE:
             real = real[~self._has_ended(ids)[real]]
-        self._executor.begin_forward(phase, rows * length, new, real)
+        self._executor.begin_forward(phase, rows * length, new, None if len(real) == rows * length else real)
         recorder.begin_forward(phase, sequences[real], positions[real], None if ids is None else ids[real])
 
     def _has_ended(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which rows of a decode step only wait for the others: they were given their end token, or more."""
         end = getattr(getattr(self._model, "generation_config", None), "eos_token_id", None)
         if end is not None:
-            self._ended = self._ended | np.isin(ids, end)
+            ends = {end} if isinstance(end, int) else set(end)
+            self._ended = self._ended | np.asarray([token in ends for token in ids.tolist()])
         return self._ended
 
     def _after(self, *_: Any) -> None:

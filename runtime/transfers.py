@@ -152,14 +152,12 @@ class FileTransfers:
         """Hand the fetches asked for since the last call to the pool, all at once: one lock, one wake-up."""
         if not self._new:
             return
-        chunks = 0
         with self._lock:
             for ticket in self._new:
                 (self._demand if ticket.demand else self._speculation).append(ticket)
                 self._queued_bytes += ticket.nbytes
-                chunks += ticket.open
             self._new.clear()
-            self._work.notify(chunks)
+            self._work.notify()  # each thread that finds more work wakes the next: see _serve
 
     def ticket(self, flat: int) -> Ticket:
         """The fetch of an expert that holds a slot and is under way."""
@@ -234,6 +232,8 @@ class FileTransfers:
                     if self._closing:
                         return
                     self._work.wait()
+                if self._demand or self._speculation:
+                    self._work.notify()
             ticket, (file, offset, out) = taken
             error: BaseException | None = None
             began = time.perf_counter()
