@@ -216,5 +216,7 @@ def test_truncated_and_foreign_files(tmp_path: Path) -> None:
 
 
 def test_edges_of_k() -> None:
-    random_trace((5, 5), 1, [9]).validate("t")
-    random_trace((5, 5), 5, [9]).validate("t")
+    for k in (1, 5):  # one expert, and every expert of a layer
+        trace = random_trace((5, 5), k, [9])
+        assert trace.validate("t") is trace
+        assert trace.ids.shape == (9, 2, k)
