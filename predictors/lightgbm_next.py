@@ -7,7 +7,7 @@ prints before putting this one on the critical path.
 from __future__ import annotations
 
 import logging
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from . import data as d
 from .base import PREDICTORS, NextLayer, State
 from .history import Context
 from .stack_features import NAMES, StackFeatures
+from .trees import grow, read
 
 log = logging.getLogger(__name__)
 
@@ -43,39 +44,29 @@ class Lightgbm(NextLayer):
         self.seed = seed
 
     def fit(self, data: d.Routing) -> Self:
-        import lightgbm
-
         self.check_needs(data)
         self.geometry_ = data.geometry
         self.features_ = StackFeatures(self.horizons).fit(data)
         self.texts_ = {}
-        parameters = {
-            "objective": "binary",
-            "num_leaves": self.leaves,
-            "learning_rate": self.learning_rate,
-            "min_data_in_leaf": 20,
-            "verbosity": -1,
-            "num_threads": 1,
-            "seed": self.seed,
-            "deterministic": True,
-        }
         for h in range(1, min(self.horizons, data.geometry.layers - 1) + 1):
             x, y = self.features_.sample(data, h, self.pairs if h == 1 else self.pairs // 2, self.seed)
             log.info("lightgbm: horizon %d, %d trees on %d pairs", h, self.trees, len(x))
-            table = lightgbm.Dataset(x, y, feature_name=list(NAMES))
-            self.texts_[str(h)] = lightgbm.train(parameters, table, self.trees).model_to_string()
+            self.texts_[str(h)] = grow(
+                x,
+                y,
+                features=NAMES,
+                objective="binary",
+                trees=self.trees,
+                leaves=self.leaves,
+                learning_rate=self.learning_rate,
+                least=20,
+                seed=self.seed,
+            )
         self._load()
         return self
 
     def _load(self) -> None:
-        import lightgbm
-
-        self._boosters: dict[int, Any] = {
-            int(h): lightgbm.Booster(model_str=text) for h, text in self.texts_.items()
-        }
-        for h, booster in self._boosters.items():
-            if booster.num_feature() != len(NAMES):
-                raise ValueError(f"the trees of horizon {h} want {booster.num_feature()} features")
+        self._boosters = {int(h): read(text, NAMES) for h, text in self.texts_.items()}
 
     def probabilities(self, context: Context, horizon: int) -> FloatArray:
         x = self.features_.build(context, horizon)

@@ -20,6 +20,7 @@ from . import data as d
 from .base import PREDICTORS, Reuse, State
 from .history import HALF_LIVES, Context, Past, walk
 from .mlp_reuse import CAP, WITHIN, MlpReuse
+from .trees import grow, read
 
 log = logging.getLogger(__name__)
 
@@ -74,30 +75,23 @@ class LightgbmReuse(Reuse):
         return self
 
     def _grow(self, data: d.Routing) -> None:
-        import lightgbm
-
         x, y = self._pairs(data)
         log.info("lightgbm_reuse: %d trees on %d pairs", self.trees, len(x))
-        parameters = {
-            "objective": "regression",
-            "num_leaves": self.leaves,
-            "learning_rate": self.learning_rate,
-            "min_data_in_leaf": 50,
-            "verbosity": -1,
-            "num_threads": 1,
-            "seed": self.seed,
-            "deterministic": True,
-        }
-        table = lightgbm.Dataset(x, y, feature_name=list(FEATURES), free_raw_data=True)
-        self.text_ = lightgbm.train(parameters, table, self.trees).model_to_string()
+        self.text_ = grow(
+            x,
+            y,
+            features=FEATURES,
+            objective="regression",
+            trees=self.trees,
+            leaves=self.leaves,
+            learning_rate=self.learning_rate,
+            least=50,
+            seed=self.seed,
+        )
         self._load()
 
     def _load(self) -> None:
-        import lightgbm
-
-        self._booster = lightgbm.Booster(model_str=self.text_)
-        if self._booster.num_feature() != len(FEATURES):
-            raise ValueError(f"the trees want {self._booster.num_feature()} features, not {len(FEATURES)}")
+        self._booster = read(self.text_, FEATURES)
 
     def _pairs(self, data: d.Routing) -> tuple[FloatArray, FloatArray]:
         """A random sample of (token, expert) pairs whose wait is known."""

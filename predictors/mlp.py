@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import TYPE_CHECKING
 
-from daop.core import FloatArray, Geometry
+from daop.core import FloatArray
 
-from .base import PREDICTORS, NextLayer, State
-from .data import Routing
+from .base import PREDICTORS, NextLayer
 from .history import Context
-from .network import Network, Weights, shapes, sigmoid
+from .network import sigmoid
+from .network_predictor import NetworkPredictor
+
+if TYPE_CHECKING:
+    from .network_fit import Task
 
 
 @PREDICTORS.register("mlp")
-class Mlp(NextLayer):
+class Mlp(NetworkPredictor, NextLayer):
     """Needs routing history only. ``max_tokens`` bounds what is fitted on (whole sequences are drawn)."""
+
+    memo_key = "mlp"
 
     def __init__(
         self,
@@ -39,34 +44,16 @@ class Mlp(NextLayer):
         self.max_tokens = max_tokens
         self.seed = seed
 
-    def fit(self, data: Routing) -> Self:
-        return self._fit(data, None)
+    @property
+    def forecasts(self) -> int:
+        return self.horizons
 
-    def update(self, data: Routing) -> Self:
-        self.geometry_.check_same_shape(data.geometry, "the predictor", "the trace")
-        return self._fit(data, self.network_.weights)
+    def task(self) -> Task:
+        from .network_fit import NextTask
 
-    def _fit(self, data: Routing, start: Weights | None) -> Self:
-        from .network_fit import NextTask, Schedule, fit
-
-        self.check_needs(data)
-        schedule = Schedule.of(self)
-        weights = fit(data, schedule, NextTask(self.horizons), start)
-        self.geometry_ = data.geometry
-        self.network_ = Network(weights, data.geometry, "mlp")
-        return self
+        return NextTask(self.horizons)
 
     def probabilities(self, context: Context, horizon: int) -> FloatArray:
         target, offsets = context.layer + horizon, self.geometry_.offsets
         last = context.past.since[:, offsets[target] : offsets[target + 1]] == 0
         return sigmoid(self.network_.logits(context, horizon - 1, target, last))
-
-    def state(self) -> State:
-        return State(arrays=dict(self.network_.weights))
-
-    def restore(self, state: State, geometry: Geometry) -> Self:
-        expected = shapes(geometry, self.width, self.horizons)
-        weights = {name: state.arrays[name].reshape(shape) for name, shape in expected.items()}
-        self.geometry_ = geometry
-        self.network_ = Network(weights, geometry, "mlp")
-        return self

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from daop.core import FloatArray, Geometry
+from daop.core import FloatArray
 
-from .base import PREDICTORS, Reuse, State
-from .data import Routing, one_hot
+from .base import PREDICTORS, Reuse
+from .data import one_hot
 from .history import Context, Past
-from .network import Network, Weights, shapes, sigmoid
+from .network import sigmoid
+from .network_predictor import NetworkPredictor
+
+if TYPE_CHECKING:
+    from .network_fit import Task
 
 # The heads forecast the chance of a use within so many tokens.
 WITHIN = (1, 2, 4, 12)
@@ -45,8 +49,10 @@ def _interpolation() -> FloatArray:
 
 
 @PREDICTORS.register("mlp_reuse")
-class MlpReuse(Reuse):
+class MlpReuse(NetworkPredictor, Reuse):
     """Needs routing history only; cheap enough to ask after every layer."""
+
+    memo_key = "mlp_reuse"
 
     def __init__(
         self,
@@ -69,21 +75,14 @@ class MlpReuse(Reuse):
         self.max_tokens = max_tokens
         self.seed = seed
 
-    def fit(self, data: Routing) -> Self:
-        return self._fit(data, None)
+    @property
+    def forecasts(self) -> int:
+        return len(WITHIN)
 
-    def update(self, data: Routing) -> Self:
-        self.geometry_.check_same_shape(data.geometry, "the predictor", "the trace")
-        return self._fit(data, self.network_.weights)
+    def task(self) -> Task:
+        from .network_fit import ReuseTask
 
-    def _fit(self, data: Routing, start: Weights | None) -> Self:
-        from .network_fit import ReuseTask, Schedule, fit
-
-        self.check_needs(data)
-        weights = fit(data, Schedule.of(self), ReuseTask(WITHIN), start)
-        self.geometry_ = data.geometry
-        self.network_ = Network(weights, data.geometry, "mlp_reuse")
-        return self
+        return ReuseTask(WITHIN)
 
     def chances(self, context: Context) -> FloatArray:
         """[T, E of ``context.layer``, F] chance of a use within ``WITHIN`` tokens."""
@@ -104,13 +103,3 @@ class MlpReuse(Reuse):
 
     def wait(self, context: Context, after: Past) -> FloatArray:
         return expected_wait(self.all_chances(context))
-
-    def state(self) -> State:
-        return State(arrays=dict(self.network_.weights))
-
-    def restore(self, state: State, geometry: Geometry) -> Self:
-        expected = shapes(geometry, self.width, len(WITHIN))
-        weights = {name: state.arrays[name].reshape(shape) for name, shape in expected.items()}
-        self.geometry_ = geometry
-        self.network_ = Network(weights, geometry, "mlp_reuse")
-        return self
