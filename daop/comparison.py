@@ -10,12 +10,13 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from daop.core import DaopError, Geometry
-from daop.hardware import HardwareProfile
+from daop.hardware import HardwareProfile, load
 from daop.runtime.costs import HardwareCosts
 from daop.runtime.policies.base import POLICIES, make_policy
 from daop.runtime.profile import Profile
@@ -23,8 +24,10 @@ from daop.runtime.sim_engine import Span
 from daop.runtime.sim_forecasts import OnlineForecaster
 from daop.runtime.sim_traffic import Traffic
 from daop.runtime.simulator import Simulator
+from daop.training.parquet import read_trace
 from daop.training.split import split_by_sequence
 from daop.training.trace import ABSENT, PHASES, Trace
+from daop.units import parse_size
 
 STATIC = ("static", "static_front", "static_frequency")
 BOUND = "optimum"
@@ -41,10 +44,50 @@ class Setting:
     weight_bits: float = 16.0
 
 
-def policies_of(text: str) -> list[str]:
-    """The policies named in a comma-separated list; ``all``: every registered exact one."""
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """Traffic to be simulated and what the policies may know of other traffic, with where that is from."""
+
+    traffic: Traffic
+    profile: Profile | None
+    learnt_from: str | None
+
+
+def settings(hardware: str, shares: Sequence[float], batch: int, weight_bits: float) -> list[Setting]:
+    """Every machine of a comma-separated list with every share."""
+    machines = [load(name.strip()) for name in hardware.split(",") if name.strip()]
+    if not machines:
+        raise DaopError("--hardware names no machine")
+    return [
+        Setting(hardware=machine, ecr=share, batch=batch, weight_bits=weight_bits)
+        for machine in machines
+        for share in shares
+    ]
+
+
+def open_traffic(path: Path, profile: Path | None, expert_bytes: str | None, tokens: int | None) -> Recorded:
+    """A trace file; without a profile, most of its sequences are learnt from and the others simulated."""
+    trace = read_trace(path)
+    geometry = sized(trace.geometry, parse_size(expert_bytes, "--expert-bytes") if expert_bytes else None)
+    known: Profile | None = None
+    learnt_from: str | None = None
+    if profile is not None:
+        known, learnt_from = Profile.load(profile, geometry), str(profile)
+    elif len(trace.grouped().sequences) > 1:
+        known, trace = fitted(trace, geometry)
+        learnt_from = "four fifths of the trace's sequences"
+    scored = trace.grouped()
+    traffic = traffic_of(scored if tokens is None else scored.take(slice(0, tokens)), geometry)
+    return Recorded(traffic=traffic, profile=known, learnt_from=learnt_from)
+
+
+def policies_of(text: str, *, real: bool = False) -> list[str]:
+    """The policies named in a comma-separated list; ``all``: every registered exact one.
+
+    ``real``: they are to run a model, so those that know the future are left out.
+    """
     if text == "all":
-        return [name for name, policy in POLICIES.items() if policy.exact]
+        return [n for n, policy in POLICIES.items() if policy.exact and not (real and policy.needs_future)]
     chosen = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not chosen:
         raise DaopError("--policies names no policy")

@@ -17,6 +17,7 @@ from rich.text import Text
 from typer import Option
 
 from daop import machine
+from daop.cli import options
 from daop.cli.output import Output, mended
 from daop.cli.run import load, shorten
 from daop.config import DEFAULT_POLICY, RunConfig
@@ -42,9 +43,7 @@ def demo(
     ] = "384MiB",
     prompts: Annotated[Path | None, Option(metavar="FILE", help="Prompts of your own.")] = None,
     limit: Annotated[int | None, Option(min=1, help="Use only so many of the prompts.")] = 8,
-    json: Annotated[
-        str | None, Option(metavar="FILE", help="Write every figure as JSON; - for standard output.")
-    ] = None,
+    json: options.Json = None,
 ) -> None:
     """Watch a model whose experts do not fit in memory generate text."""
     from daop.report.tables import moved, run_table

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from typer import Option
 
 from daop import machine
+from daop.cli import options
 from daop.cli.output import Output, mended
 from daop.config import DEFAULT_POLICY, RunConfig, fast_memory_bytes, policy_options
 from daop.core import DaopError
@@ -20,49 +20,30 @@ if TYPE_CHECKING:
     from daop.api import Runtime
     from daop.generation import Generation
 
-POLICY_HELP = f"Placement policy: {', '.join(POLICIES.names())}; or module:Class for your own."
-
 
 def run(
-    model: Annotated[str, typer.Argument(help="A folder of safetensors, or a hub id (owner/name).")],
+    model: options.Model,
     prompt: Annotated[list[str] | None, Option(help="A prompt; may be given several times.")] = None,
-    prompts: Annotated[
-        Path | None, Option(metavar="FILE", help="Prompts: text, one a line, or .jsonl.")
-    ] = None,
-    limit: Annotated[int | None, Option(min=1, help="Use only so many prompts of the file.")] = None,
-    max_new_tokens: Annotated[int, Option(min=1, help="Tokens to generate for each answer, at most.")] = 64,
-    policy: Annotated[str, Option(help=POLICY_HELP)] = DEFAULT_POLICY,
-    policy_option: Annotated[
-        list[str] | None, Option(metavar="NAME=VALUE", help="An option of the policy.")
-    ] = None,
-    fast_memory: Annotated[
-        str | None,
-        Option(
-            metavar="SIZE", help="Memory for resident experts, like 2GiB; auto (default): as many as fit."
-        ),
-    ] = None,
-    ecr: Annotated[
-        float | None, Option(help="Share of the experts that is resident instead, 0 to 1.")
-    ] = None,
-    device: Annotated[str, Option(help="Where experts are computed.")] = "host",
-    direct_io: Annotated[bool, Option("--direct-io", help="Read past the page cache.")] = False,
-    dtype: Annotated[
-        str | None, Option(help="Numbers outside the experts: bfloat16, float16 or float32.")
-    ] = None,
-    threads: Annotated[int | None, Option(min=1, help="Threads that compute (default: one a core).")] = None,
-    context: Annotated[int, Option(min=1, help="Tokens of a prompt and its answer to plan for.")] = 2048,
-    batch: Annotated[int, Option(min=1, help="Prompts that are run side by side.")] = 1,
-    temperature: Annotated[float, Option(min=0.0, help="0: the likeliest token; above 0: sample.")] = 0.0,
-    seed: Annotated[int, Option(min=0, help="Seed of the sampling.")] = 0,
-    profile: Annotated[
-        Path | None, Option(metavar="DIR", help="What training learnt from other traffic.")
-    ] = None,
+    prompts: options.Prompts = None,
+    limit: options.Limit = None,
+    max_new_tokens: options.MaxNewTokens = 64,
+    policy: options.Policy = DEFAULT_POLICY,
+    policy_option: options.PolicyOption = None,
+    fast_memory: options.FastMemory = None,
+    ecr: options.Ecr = None,
+    device: options.Device = "host",
+    direct_io: options.DirectIo = False,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    context: options.Context = 2048,
+    batch: options.Batch = 1,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 0,
+    profile: options.ProfileFolder = None,
     trace: Annotated[
         Path | None, Option(metavar="FILE", help="Record the routing (no text, no token ids) into a trace.")
     ] = None,
-    json: Annotated[
-        str | None, Option(metavar="FILE", help="Write every figure as JSON; - for standard output.")
-    ] = None,
+    json: options.Json = None,
 ) -> None:
     """Generate text with a model of yours."""
     output = Output(json)
@@ -86,8 +67,7 @@ def run(
     ).resolved(machine.read_cpu())
     with mended(), load(config, output) as runtime:
         output.say(runtime.plan.reason, style="dim")
-        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
-        batches = converse(runtime, config, asked, max_new_tokens, output, sampling)
+        batches = converse(runtime, config, asked, max_new_tokens, output, options.sampling(temperature))
         report(runtime, batches, output)
 
 
@@ -118,7 +98,7 @@ def converse(
     asked: Sequence[Prompt],
     max_new_tokens: int,
     output: Output,
-    options: dict[str, Any],
+    sampling: dict[str, Any],
 ) -> list[list[Generation]]:
     """Run every prompt, ``config.batch`` at a time, and the later turns of conversations after them.
 
@@ -143,7 +123,7 @@ def converse(
                 f"[{start + row + 1}/{len(asked)}] {' '.join(said[row][-1]['content'].split())}"
                 for row in rows
             ]
-            answers = _answer(runtime, ids, titles, max_new_tokens, output, options)
+            answers = _answer(runtime, ids, titles, max_new_tokens, output, sampling)
             for row, answer in zip(rows, answers, strict=True):
                 said[row].append({"role": "assistant", "content": answer.text})
             batches.append(answers)
@@ -156,17 +136,17 @@ def _answer(
     titles: list[str],
     max_new_tokens: int,
     output: Output,
-    options: dict[str, Any],
+    sampling: dict[str, Any],
 ) -> list[Generation]:
     """One call of generate: a single answer is shown as it comes, several after they are complete."""
     if len(ids) == 1:
         output.say(shorten(titles[0]), style="bold cyan")
         answers = runtime.generate(
-            ids, max_new_tokens, on_text=lambda _, text: output.stream(text), **options
+            ids, max_new_tokens, on_text=lambda _, text: output.stream(text), **sampling
         )
         output.say("\n")
         return answers
-    answers = runtime.generate(ids, max_new_tokens, **options)
+    answers = runtime.generate(ids, max_new_tokens, **sampling)
     for title, answer in zip(titles, answers, strict=True):
         output.say(shorten(title), style="bold cyan")
         output.stream(answer.text)

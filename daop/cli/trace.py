@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from daop.cli import options
 from daop.cli.bars import bars
 from daop.cli.output import Output
+
+if TYPE_CHECKING:
+    from daop.config import RunConfig
+    from daop.prompts import Prompt
 
 trace_app = typer.Typer(
     help="Record, import and inspect routing traces.",
@@ -21,14 +26,16 @@ trace_app = typer.Typer(
 
 @trace_app.command("capture")
 def capture(
-    model: Annotated[str, typer.Argument(help="A folder of safetensors, or a hub id (owner/name).")],
-    prompts: Annotated[Path, typer.Option(metavar="FILE", help="Prompts: text, one a line, or .jsonl.")],
+    model: options.Model,
+    prompts: options.PromptFile,
     output: Annotated[Path, typer.Option("-o", "--output", help="The trace file to write.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 64,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only so many prompts of the file.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Prompts that are run side by side.")] = 1,
-    ecr: Annotated[float | None, typer.Option(help="Share of the experts that is resident, 0 to 1.")] = None,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a prompt and its answer.")] = 2048,
+    max_new_tokens: options.MaxNewTokens = 64,
+    limit: options.Limit = None,
+    batch: options.Batch = 1,
+    fast_memory: options.FastMemory = None,
+    ecr: options.Ecr = None,
+    direct_io: options.DirectIo = False,
+    context: options.Context = 2048,
     token_ids: Annotated[
         bool, typer.Option(help="Also keep the tokens' ids. Whoever has them can read the text.")
     ] = False,
@@ -38,52 +45,65 @@ def capture(
     feature_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="At most so much of them; tokens are drawn at random.")
     ] = "256MiB",
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0: the likeliest token; above 0: sample.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
-    force: Annotated[bool, typer.Option(help="Replace the output if it exists.")] = False,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 0,
+    force: options.Force = False,
 ) -> None:
     """Run prompts through a model and record its routing, prefill and decode. No text is stored."""
     from daop import machine
-    from daop.cli.output import mended
-    from daop.cli.run import load
-    from daop.config import RunConfig
+    from daop.config import RunConfig, fast_memory_bytes
     from daop.core import DaopError
-    from daop.prompts import encode, read_prompts
-    from daop.training.features import FeatureTap, features_path
+    from daop.prompts import read_prompts
     from daop.units import parse_size
 
     if output.exists() and not force:
         raise DaopError(f"{output} exists; name another -o, or replace it with --force")
-    out = Output(None)
     if features and batch > 1:
         raise DaopError("--features needs --batch 1: the rows of several sequences cannot be told apart")
     room = parse_size(feature_bytes, "--feature-bytes")
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
     asked = read_prompts(prompts, limit)
     config = RunConfig(
         model=model,
+        fast_memory=fast_memory_bytes(fast_memory),
         ecr=ecr,
+        direct_io=direct_io,
         context=context,
         batch=batch,
         trace=str(output),
         trace_token_ids=token_ids,
         seed=seed,
     ).resolved(machine.read_cpu())
+    _record(config, asked, max_new_tokens, options.sampling(temperature), room if features else None)
+
+
+def _record(
+    config: RunConfig,
+    asked: list[Prompt],
+    max_new_tokens: int,
+    sampling: dict[str, Any],
+    feature_bytes: int | None,
+) -> None:
+    """Generate for all prompts, a batch at a time; ``feature_bytes`` None: keep no router inputs."""
+    from daop.cli.output import mended
+    from daop.cli.run import load
+    from daop.prompts import encode
+    from daop.training.features import FeatureTap, features_path
+
+    out = Output(None)
     tokens = 0
     with mended(), load(config, out) as runtime:
         ids = [encode(prompt.messages, runtime.tokenizer, prompt.source) for prompt in asked]
-        tap = FeatureTap(runtime.model, max_bytes=room) if features else None
+        tap = FeatureTap(runtime.model, max_bytes=feature_bytes) if feature_bytes is not None else None
         with out.progress() as told:
-            for start in range(0, len(ids), batch):
+            for start in range(0, len(ids), config.batch):
                 told(f"recording prompt {start + 1} of {len(ids)}", start / len(ids))
-                for answer in runtime.generate(ids[start : start + batch], max_new_tokens, **sampling):
+                batch = ids[start : start + config.batch]
+                for answer in runtime.generate(batch, max_new_tokens, **sampling):
                     tokens += len(answer.prompt_ids) + len(answer.token_ids)
     if tap is not None:
         tap.close()
-        tap.save(features_path(output))
-    out.say(f"{output}: {len(ids)} sequences, {tokens} tokens of prompts and answers")
+        tap.save(features_path(Path(str(config.trace))))
+    out.say(f"{config.trace}: {len(ids)} sequences, {tokens} tokens of prompts and answers")
 
 
 @trace_app.command("import")
@@ -100,7 +120,7 @@ def import_trace(
     expert_bytes: Annotated[
         int | None, typer.Option(min=1, help="Bytes of one expert, where the source does not say.")
     ] = None,
-    force: Annotated[bool, typer.Option(help="Replace the output if it exists.")] = False,
+    force: options.Force = False,
 ) -> None:
     """Convert another engine's routing trace."""
     from dataclasses import replace

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Table
 
 from daop.cli.output import Output
@@ -87,58 +86,61 @@ class _log_lines:
 
 
 def leaderboard(document: dict[str, Any]) -> list[Table]:
-    """Tables of a leaderboard document, best predictor first."""
+    """Tables of a leaderboard document, best predictor first; they fit a terminal of 80 columns."""
     found = document["predictors"]
     following = {n: r for n, r in found.items() if r["kind"] == "next" and "recall_at_k" in r}
     waiting = {n: r for n, r in found.items() if r["kind"] == "reuse" and "pools" in r}
     tables = []
     if following:
-        k = document["geometry"]["top_k"]
-        table = Table(
-            title=f"Next layer, held-out sequences (k = {k}; all figures, defined: leaderboard.json)",
-            box=box.SIMPLE,
-        )
-        table.add_column("predictor", no_wrap=True)
-        for column in ("recall@k", "95 %", "whole set", "Brier", "4 ahead", "µs", "MB"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for name, r in sorted(following.items(), key=lambda item: -(item[1]["recall_at_k"] or 0)):
-            ahead = {h: v["recall_at_k"] for h, v in r["by_horizon"].items()}
-            table.add_row(
-                name,
-                _share(r["recall_at_k"]),
-                _range(r["recall_at_k_interval"]),
-                _share(r["whole_set"]),
-                _share(r["brier"]),
-                _share(ahead.get("4")),
-                _cost(r["microseconds_per_forecast"]),
-                f"{r['model_bytes'] / 1e6:.1f}",
-            )
-        tables.append(table)
+        tables.append(_following(following, document["geometry"]["top_k"]))
     if waiting:
-        table = Table(
-            title="Reuse as victim rule, one pool, held-out sequences: hit rate (gap to optimum closed)",
-            box=box.SIMPLE,
-        )
-        table.add_column("predictor", no_wrap=True)
-        ecrs = list(next(iter(waiting.values()))["pools"])
-        for ecr in ecrs:
-            table.add_column(f"ECR {float(ecr):.1%}", justify="right")
-        for column in ("wait error", "µs", "MB"):
-            table.add_column(column, justify="right")
-        for name, r in sorted(waiting.items(), key=lambda item: -item[1]["hit_rate"]):
-            cells = []
-            for ecr in ecrs:
-                pool = r["pools"][ecr]
-                closed = "-" if pool["gap_closed"] is None else f"{pool['gap_closed']:.0%}"
-                cells.append(f"{pool['hit_rate']:.3f} ({closed})")
-            error = "-" if r["wait_error"] is None else f"{r['wait_error']:.2f}"
-            cost = _cost(r["microseconds_per_forecast"])
-            table.add_row(name, *cells, error, cost, f"{r['model_bytes'] / 1e6:.1f}")
-        pools = next(iter(waiting.values()))["pools"]
-        for rule in ("lru", "lfu", "optimum"):
-            table.add_row(f"({rule})", *(f"{pools[e][rule]:.3f}" for e in ecrs), "", "", "")
-        tables.append(table)
+        tables.append(_waiting(waiting))
     return tables
+
+
+def _table(title: str, *columns: str) -> Table:
+    """No lines, numbers to the right; what is too long for its column is folded, never cut."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("predictor", overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right", overflow="fold")
+    return table
+
+
+def _following(reports: dict[str, Any], k: int) -> Table:
+    title = f"Next layer, held-out sequences (k = {k}; all figures, defined: leaderboard.json)"
+    table = _table(title, "recall@k", "95 %", "whole set", "Brier", "4 ahead", "µs", "MB")
+    for name, r in sorted(reports.items(), key=lambda item: -(item[1]["recall_at_k"] or 0)):
+        ahead = {h: v["recall_at_k"] for h, v in r["by_horizon"].items()}
+        table.add_row(
+            name,
+            _share(r["recall_at_k"]),
+            _range(r["recall_at_k_interval"]),
+            _share(r["whole_set"]),
+            _share(r["brier"]),
+            _share(ahead.get("4")),
+            _cost(r["microseconds_per_forecast"]),
+            f"{r['model_bytes'] / 1e6:.1f}",
+        )
+    return table
+
+
+def _waiting(reports: dict[str, Any]) -> Table:
+    pools = next(iter(reports.values()))["pools"]
+    title = "Reuse as victim rule, one pool, held-out sequences: hit rate (gap to optimum closed)"
+    table = _table(title, *(f"ECR {float(ecr):.1%}" for ecr in pools), "wait error", "µs", "MB")
+    for name, r in sorted(reports.items(), key=lambda item: -item[1]["hit_rate"]):
+        cells = []
+        for ecr in pools:
+            pool = r["pools"][ecr]
+            closed = "-" if pool["gap_closed"] is None else f"{pool['gap_closed']:.0%}"
+            cells.append(f"{pool['hit_rate']:.3f} ({closed})")
+        error = "-" if r["wait_error"] is None else f"{r['wait_error']:.2f}"
+        cost = _cost(r["microseconds_per_forecast"])
+        table.add_row(name, *cells, error, cost, f"{r['model_bytes'] / 1e6:.1f}")
+    for rule in ("lru", "lfu", "optimum"):
+        table.add_row(f"({rule})", *(f"{pools[e][rule]:.3f}" for e in pools), "", "", "")
+    return table
 
 
 def _share(value: float | None) -> str:
