@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Event
@@ -18,26 +17,13 @@ from daop.core import DaopError
 from daop.forward_watch import ForwardWatch
 from daop.generation import Generation, OnText, generate, stream
 from daop.runtime.checkpoint import Checkpoint, open_checkpoint
-from daop.runtime.conductor import Conductor
-from daop.runtime.executor import HostExecutor
-from daop.runtime.files import FileReader
-from daop.runtime.host_compute import HostExperts
+from daop.runtime.machinery import STAGING, HostMachinery, Machinery
 from daop.runtime.memory import MemoryPlan, plan_memory
-from daop.runtime.model import BuiltModel, build_model
+from daop.runtime.model import build_model
 from daop.runtime.policies.base import Policy, make_policy
 from daop.runtime.profile import Profile
 from daop.runtime.recording import Recorder
-from daop.runtime.residency import Residency
-from daop.runtime.rough_costs import RoughCosts
-from daop.runtime.slots import SlotMemory
 from daop.runtime.statistics import Statistics
-from daop.runtime.transfers import CHUNK, FileTransfers
-
-READ_THREADS = 8
-"""Reads in flight. An SSD needs several to reach its bandwidth; they sleep, so cores do not limit them."""
-
-STAGING = 4
-"""Experts that are computed and dropped pass through so many buffers: one computed, the rest being read."""
 
 Progress = Callable[[str, float], None]
 """(what is being done, share done in 0..1)"""
@@ -151,40 +137,18 @@ class Runtime:
         self.model = self._built.model
         self.tokenizer = _tokenizer(checkpoint.path)
         progress("filling the hot set", 0.6)
-        memory = SlotMemory(checkpoint.layouts, plan.slots, STAGING)
-        self._memory = memory
-        self._reader = FileReader(checkpoint.files, direct_io=direct_io, largest=CHUNK)
-        self._transfers = FileTransfers(checkpoint, memory, self._reader, threads=READ_THREADS)
-        self._residency = Residency(self.geometry, plan.slots, memory.class_of_layer)
-        self._executor = self._make_executor(policy, self._built, recorder)
+        self._machinery: Machinery = HostMachinery(
+            checkpoint, plan, policy, self._built, direct_io=direct_io, recorder=recorder
+        )
+        self._executor = self._machinery.executor
         self._watch = ForwardWatch(self.model, self._executor)
         try:
             self._executor.start()
         except BaseException:
             self.close()
             raise
-        self._bytes_at_reset = self._transfers.bytes_read
+        self._bytes_at_reset = self._machinery.bytes_read
         progress("ready", 1.0)
-
-    def _make_executor(self, policy: Policy, built: BuiltModel, recorder: Recorder | None) -> HostExecutor:
-        compute = [
-            HostExperts(layout, form, count)
-            for layout, form, count in zip(
-                self.checkpoint.layouts, built.forms, self.geometry.experts, strict=True
-            )
-        ]
-        conductor = Conductor(
-            policy, self._residency, self._transfers, RoughCosts(self.geometry), Statistics(self.geometry)
-        )
-        return HostExecutor(
-            checkpoint=self.checkpoint,
-            memory=self._memory,
-            transfers=self._transfers,
-            conductor=conductor,
-            compute=compute,
-            gates=built,
-            recorder=recorder,
-        )
 
     # -- generation ------------------------------------------------------------------------------
 
@@ -239,30 +203,29 @@ class Runtime:
         conductor = self._executor.conductor
         figures = conductor.statistics.as_dict()
         figures["bytes"]["pending"] = conductor.pending_bytes
-        figures["bytes"]["read"] = self._transfers.bytes_read - self._bytes_at_reset
+        figures["bytes"]["read"] = self._machinery.bytes_read - self._bytes_at_reset
         figures["policy"] = self.policy_name
-        figures["ecr"] = self._residency.capacity / self.geometry.total
-        figures["slots"] = self._residency.capacity
+        figures["ecr"] = self._machinery.residency.capacity / self.geometry.total
+        figures["slots"] = self._machinery.residency.capacity
         figures["memory_bytes"] = self._memory_bytes()
         return figures
 
     def _memory_bytes(self) -> dict[str, int]:
         return {
-            "experts": self._memory.expert_bytes,
+            **self._machinery.memory_bytes(),
             "non_experts": sum(p.numel() * p.element_size() for p in self.model.parameters()),
             "kv_cache": self.plan.kv_cache,
             "workspace": self.plan.workspace,
-            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
 
     def reset_statistics(self) -> None:
         """Counters start again; the hot set stays as it is."""
         self._executor.conductor.statistics = Statistics(self.geometry)
-        self._bytes_at_reset = self._transfers.bytes_read
+        self._bytes_at_reset = self._machinery.bytes_read
 
     def hot_set(self) -> list[list[int]]:
         """For every MoE layer, the experts resident now."""
-        resident = self._residency.resident
+        resident = self._machinery.residency.resident
         offsets = self.geometry.offsets
         return [
             np.flatnonzero(resident[offsets[layer] : offsets[layer + 1]]).tolist()
@@ -271,15 +234,14 @@ class Runtime:
 
     def drop_cache(self) -> None:
         """Ask the kernel to forget what it cached of the checkpoint's files."""
-        self._reader.drop_cache()
+        self._machinery.drop_cache()
 
     def close(self, *, complete: bool = True) -> None:
         """End the reading threads, close the files, finish the trace. Safe to call twice.
 
         ``complete`` False: the run broke off, so a trace stays marked as unfinished.
         """
-        self._transfers.close()
-        self._reader.close()
+        self._machinery.close()
         recorder, self._executor.recorder = self._executor.recorder, None
         if recorder is not None:
             recorder.close() if complete else recorder.keep_partial()

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from daop.core import Phase
-from daop.runtime.executor import HostExecutor
+from daop.runtime.executor import Executor
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")  # transformers renamed it within version 5
 
@@ -19,7 +19,7 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")  # transformers renamed it within
 class ForwardWatch:
     """Hooks on a model that announce its forward passes to an executor and its recorder."""
 
-    def __init__(self, model: torch.nn.Module, executor: HostExecutor) -> None:
+    def __init__(self, model: torch.nn.Module, executor: Executor) -> None:
         self._executor = executor
         self._sequence = 0  # number of the running batch's first sequence in the trace
         self._ended: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
@@ -48,7 +48,7 @@ class ForwardWatch:
             return
         positions, real = _positions(kwargs, rows, length, seen)
         sequences = np.arange(self._sequence, self._sequence + rows, dtype=np.int32).repeat(length)
-        ids = tokens.reshape(-1).numpy() if tokens.dim() == 2 else None
+        ids = tokens.reshape(-1).cpu().numpy() if tokens.dim() == 2 else None
         if new:
             self._ended = np.zeros(rows, dtype=np.bool_)
         elif rows > 1 and ids is not None and phase is Phase.DECODE:
@@ -77,6 +77,6 @@ def _positions(
     if mask is None or mask.dim() != 2 or mask.shape[1] != seen + length:
         at = np.tile(np.arange(seen, seen + length, dtype=np.int32), rows)
         return at, np.arange(rows * length)
-    marks = mask.numpy().astype(np.int32)
+    marks = mask.cpu().numpy().astype(np.int32)
     at = (np.cumsum(marks, axis=1) - 1)[:, seen:].astype(np.int32).reshape(-1)
     return at, np.flatnonzero(marks[:, seen:])

@@ -96,7 +96,9 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
         self._asked = asked
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        return torch.full((input_ids.shape[0],), self._asked.is_set(), dtype=torch.bool)
+        return torch.full(
+            (input_ids.shape[0],), self._asked.is_set(), dtype=torch.bool, device=input_ids.device
+        )
 
 
 def generate(

@@ -10,6 +10,7 @@ Shape legend: T tokens, K experts per token, H hidden size, E experts of the lay
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from daop.core import FloatArray, Forecast, Phase, Step
+from daop.core import Forecast, Phase, Step
 
 from .checkpoint import Checkpoint
 from .conductor import Conductor, Work
@@ -38,48 +39,32 @@ class Gates(Protocol):
         """What the layer's router saw last, [T, H]."""
 
 
-class HostExecutor:
-    """Computes routed experts from a hot set in RAM and files behind it.
-
-    ``compute[l]`` computes layer ``l``'s experts; ``gates`` serve the look-ahead of policies with a
-    horizon. One forward pass at a time, from one thread.
-    """
+class Executor(ABC):
+    """What every device's executor does alike. One forward pass at a time, from one thread."""
 
     def __init__(
-        self,
-        *,
-        checkpoint: Checkpoint,
-        memory: SlotMemory,
-        transfers: FileTransfers,
-        conductor: Conductor,
-        compute: Sequence[HostExperts],
-        gates: Gates,
-        recorder: Recorder | None = None,
+        self, checkpoint: Checkpoint, conductor: Conductor, gates: Gates, recorder: Recorder | None
     ) -> None:
         self.checkpoint = checkpoint
         self.conductor = conductor
         self.recorder = recorder
-        self._transfers = transfers
-        self._compute = compute
         self._gates = gates
         self._offsets = checkpoint.geometry.offsets
-        self._experts = checkpoint.geometry.experts
         self._layers = checkpoint.geometry.layers
-        self._class_of_layer = memory.class_of_layer
-        self._slots = [list(slab.tensor.unbind(0)) for slab in memory.slabs]
-        self._staging = [list(slab.tensor.unbind(0)) for slab in memory.staging]
         self._checked = bytearray(checkpoint.geometry.total)  # experts whose bytes were looked at once
         self._phase = Phase.PREFILL
         self._forward = -1
         self._real: NDArray[np.intp] | None = None
 
+    @abstractmethod
     def start(self) -> None:
         """Load what the policy wants in fast memory before the first token."""
-        waiting = {flat: self._transfers.ticket(flat) for flat in self.conductor.start()}
-        while waiting:
-            for ticket in self._transfers.wait_any(waiting.values()):
-                self.conductor.arrived(ticket.flat)
-                del waiting[ticket.flat]
+
+    @abstractmethod
+    def __call__(
+        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H] in hidden's dtype."""
 
     def begin_forward(
         self, phase: Phase, rows: int, new_sequences: int = 0, real: NDArray[np.intp] | None = None
@@ -93,6 +78,90 @@ class HostExecutor:
         self._forward += 1
         self._real = real
         self.conductor.begin(phase, rows, new_sequences)
+
+    def _step(self, layer: int, batch: Batch) -> Step:
+        base = self._offsets[layer]
+        return Step(
+            layer,
+            self._phase,
+            self._forward,
+            batch.hidden.shape[0],
+            [base + expert for expert in batch.experts],
+            batch.tokens,
+            batch.weight_sums(),
+        )
+
+    def _check(self, layer: int, flat: int, slot: torch.Tensor) -> None:
+        """Look once at every expert's bytes for the marks of an unfilled placeholder."""
+        if not self._checked[flat]:
+            self.checkpoint.layouts[layer].check_finite(slot, self.checkpoint.describe(flat))
+            self._checked[flat] = 1
+
+    def _record(self, recorder: Recorder, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        chosen, shares = ids.numpy(), weights.float().numpy()
+        if self._real is not None:
+            chosen, shares = chosen[self._real], shares[self._real]
+        recorder.record(layer, chosen, shares)
+
+    # -- forecasts -------------------------------------------------------------------------------
+
+    def _look_ahead(self, layer: int, hidden: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """Gate look-ahead: the next layers' routers on this layer's router input. Gives the layers and, on
+        hidden's device, the chance that any of the rows chooses each expert, float32 [E]."""
+        last = min(layer + self.conductor.policy.horizon, self._layers - 1)
+        if last == layer:
+            return []
+        seen = self._gates.router_input(layer)
+        found = []
+        for ahead in range(layer + 1, last + 1):
+            scores = self._gates.router_logits(ahead, hidden if seen is None else seen)
+            if scores is not None:
+                found.append((ahead, self._chance(scores)))
+        return found
+
+    def _chance(self, scores: torch.Tensor) -> torch.Tensor:
+        """Router scores [T, E] -> chance that any of the rows chooses each expert, float32 [E].
+
+        Scores are as ``routers.Router`` gives them: the router's own choice stands 1 above the rest. The
+        chance is a plain surrogate, ordered as the scores are; a calibrated one is a predictor's work.
+        """
+        picked = (scores >= 1).float()
+        share = ((scores - picked) * self.checkpoint.geometry.top_k).clamp_(max=1.0)
+        chance = (picked + share) * 0.5  # [T, E]
+        return chance[0] if len(chance) == 1 else 1.0 - (1.0 - chance).prod(dim=0)
+
+
+class HostExecutor(Executor):
+    """Computes routed experts from a hot set in RAM and files behind it.
+
+    ``compute[l]`` computes layer ``l``'s experts; ``gates`` serve the look-ahead of policies with a
+    horizon.
+    """
+
+    def __init__(
+        self,
+        *,
+        checkpoint: Checkpoint,
+        memory: SlotMemory,
+        transfers: FileTransfers,
+        conductor: Conductor,
+        compute: Sequence[HostExperts],
+        gates: Gates,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(checkpoint, conductor, gates, recorder)
+        self._transfers = transfers
+        self._compute = compute
+        self._class_of_layer = memory.class_of_layer
+        self._slots = [list(slab.tensor.unbind(0)) for slab in memory.slabs]
+        self._staging = [list(slab.tensor.unbind(0)) for slab in memory.staging]
+
+    def start(self) -> None:
+        waiting = {flat: self._transfers.ticket(flat) for flat in self.conductor.start()}
+        while waiting:
+            for ticket in self._transfers.wait_any(waiting.values()):
+                self.conductor.arrived(ticket.flat)
+                del waiting[ticket.flat]
 
     @torch.inference_mode()
     def __call__(
@@ -110,7 +179,7 @@ class HostExecutor:
         began = clock()
         work = self.conductor.plan(step)
         planned = clock()
-        forecasts = self._forecast(layer, hidden)
+        forecasts = [Forecast(ahead, chance.numpy()) for ahead, chance in self._look_ahead(layer, hidden)]
         forecast = clock()
         self.conductor.look_ahead(step, forecasts)
         self._transfers.kick()
@@ -130,18 +199,6 @@ class HostExecutor:
         self.conductor.finish(step, work, stall, ended - ready - stall)
         statistics.policy_seconds += clock() - ended
         return out
-
-    def _step(self, layer: int, batch: Batch) -> Step:
-        base = self._offsets[layer]
-        return Step(
-            layer,
-            self._phase,
-            self._forward,
-            batch.hidden.shape[0],
-            [base + expert for expert in batch.experts],
-            batch.tokens,
-            batch.weight_sums(),
-        )
 
     def _run(self, step: Step, work: Work, compute: HostExperts, batch: Batch) -> float:
         """Compute every expert of the step, in the order in which they become readable; returns seconds
@@ -204,43 +261,3 @@ class HostExecutor:
         first = done[0].flat
         cause = "late" if first in late else "host" if first in in_place else "demand"
         self.conductor.statistics.stall_seconds[cause] += waited
-
-    def _check(self, layer: int, flat: int, slot: torch.Tensor) -> None:
-        """Look once at every expert's bytes for the marks of an unfilled placeholder."""
-        if not self._checked[flat]:
-            self.checkpoint.layouts[layer].check_finite(slot, self.checkpoint.describe(flat))
-            self._checked[flat] = 1
-
-    def _record(self, recorder: Recorder, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        chosen, shares = ids.numpy(), weights.float().numpy()
-        if self._real is not None:
-            chosen, shares = chosen[self._real], shares[self._real]
-        recorder.record(layer, chosen, shares)
-
-    # -- forecasts -------------------------------------------------------------------------------
-
-    def _forecast(self, layer: int, hidden: torch.Tensor) -> list[Forecast]:
-        """Gate look-ahead: the next layers' routers on this layer's router input."""
-        last = min(layer + self.conductor.policy.horizon, self._layers - 1)
-        if last == layer:
-            return []
-        seen = self._gates.router_input(layer)
-        found = []
-        for ahead in range(layer + 1, last + 1):
-            scores = self._gates.router_logits(ahead, hidden if seen is None else seen)
-            if scores is not None:
-                found.append(Forecast(ahead, self._chance(scores)))
-        return found
-
-    def _chance(self, scores: torch.Tensor) -> FloatArray:
-        """Router scores [T, E] -> chance that any of the rows chooses each expert, float32 [E].
-
-        Scores are as ``routers.Router`` gives them: the router's own choice stands 1 above the rest. The
-        chance is a plain surrogate, ordered as the scores are; a calibrated one is a predictor's work.
-        """
-        picked = (scores >= 1).float()
-        share = ((scores - picked) * self.checkpoint.geometry.top_k).clamp_(max=1.0)
-        chance = (picked + share) * 0.5  # [T, E]
-        some = chance[0] if len(chance) == 1 else 1.0 - (1.0 - chance).prod(dim=0)
-        out: FloatArray = some.numpy()
-        return out

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from tiny_models import save_tiny
 
-import daop.api
+import daop.runtime.machinery
 from daop.api import Runtime, load
 from daop.core import DaopError, FloatArray, Forecast, Phase, Step
 from daop.runtime.checkpoint import open_checkpoint
@@ -113,7 +113,7 @@ def reader_of(make: Callable[[FileReader], object], monkeypatch: pytest.MonkeyPa
             self._outer.read(file, offset, out)  # type: ignore[attr-defined]
 
     with monkeypatch.context() as patch:
-        patch.setattr(daop.api, "FileReader", Wrapped)
+        patch.setattr(daop.runtime.machinery, "FileReader", Wrapped)
         yield
 
 
@@ -237,7 +237,7 @@ def test_reads_left_over_from_a_broken_run_cannot_reach_the_next(
 def test_a_stale_slot_would_show(model: Path, reference: list[list[int]]) -> None:
     """Slots and staging are poisoned with NaN: any byte computed before it was read ends in NaN."""
     with load(model, policy="speculative", fast_memory=slots(model, 6)) as runtime:
-        memory = runtime._memory
+        memory = runtime._machinery.memory  # type: ignore[attr-defined]
         for slab in (*memory.slabs, *memory.staging):
             slab.array[:] = 0xFF
         assert tokens(runtime) == reference
