@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from daop.config import DEFAULT_POLICY
 from daop.core import DaopError
@@ -231,6 +232,14 @@ class Runtime:
             np.flatnonzero(resident[offsets[layer] : offsets[layer + 1]]).tolist()
             for layer in range(self.geometry.layers)
         ]
+
+    def end_sequences(self, count: int) -> None:
+        """The ``count`` sequences that ``model`` was called with are over; ``generate`` says so by itself."""
+        self._watch.next_sequences(count)
+
+    def approximated(self) -> NDArray[np.int64] | None:
+        """[B, 2] approximated and all expert calls in decode of each running sequence; None: all exact."""
+        return None
 
     def drop_cache(self) -> None:
         """Ask the kernel to forget what it cached of the checkpoint's files."""

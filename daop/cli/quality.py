@@ -1,0 +1,206 @@
+"""``daop quality``: what an approximate policy, or another version of a model, costs in quality."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from typer import Option
+
+from daop.cli.output import Output, mended
+from daop.config import DEFAULT_POLICY, RunConfig, fast_memory_bytes, policy_options
+from daop.core import DaopError
+
+if TYPE_CHECKING:
+    from daop.api import Runtime
+    from daop.quality import Batch, Quality
+
+REFERENCE = "static"  # any exact policy gives the same logits
+
+
+def quality(
+    model: Annotated[str, typer.Argument(help="A folder of safetensors, or a hub id (owner/name).")],
+    text: Annotated[
+        Path | None, Option(metavar="FILE", help="A text; it is cut into windows that are scored.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, Option(metavar="FILE", help="Prompts; the exact run's own answers are scored.")
+    ] = None,
+    policy: Annotated[str, Option(help="The policy whose output is judged.")] = DEFAULT_POLICY,
+    policy_option: Annotated[
+        list[str] | None, Option(metavar="NAME=VALUE", help="An option of the policy.")
+    ] = None,
+    tolerance: Annotated[
+        float | None, Option(help="Short for --policy-option tolerance=..., of the policy bounded.")
+    ] = None,
+    candidate: Annotated[
+        str | None,
+        Option(metavar="MODEL", help="Judge this version of the model instead, a packed one, say."),
+    ] = None,
+    ecr: Annotated[float | None, Option(help="Share of the experts that is resident, 0 to 1.")] = None,
+    fast_memory: Annotated[
+        str | None, Option(metavar="SIZE", help="Their memory instead, like 2GiB.")
+    ] = None,
+    profile: Annotated[
+        Path | None, Option(metavar="DIR", help="What training learnt from other traffic.")
+    ] = None,
+    window: Annotated[int, Option(min=3, help="With --text: tokens of a window.")] = 160,
+    prefill: Annotated[
+        int, Option(min=1, help="With --text: tokens of it that are prefill, not scored.")
+    ] = 32,
+    max_new_tokens: Annotated[int, Option(min=2, help="With --prompts: tokens of each answer.")] = 128,
+    limit: Annotated[int | None, Option(min=1, help="Use so many windows or prompts.")] = None,
+    batch: Annotated[int, Option(min=1, help="With --text: windows side by side.")] = 1,
+    dtype: Annotated[
+        str | None, Option(help="Numbers outside the experts: bfloat16, float16 or float32.")
+    ] = None,
+    threads: Annotated[int | None, Option(min=1, help="Threads that compute (default: one a core).")] = None,
+    seed: Annotated[int, Option(min=0, help="Seed of the intervals' resampling.")] = 0,
+    json: Annotated[
+        str | None, Option(metavar="FILE", help="Write every figure as JSON; - for standard output.")
+    ] = None,
+) -> None:
+    """Perplexity, KL divergence and changed tokens against the exact run, fed the same text."""
+    output = Output(json)
+    if (text is None) == (prompts is None):
+        raise DaopError("give either --text FILE or --prompts FILE: what is to be scored")
+    if text is not None and window < prefill + 2:
+        raise DaopError(f"--window {window} leaves nothing to score after --prefill {prefill}")
+    from daop import machine
+    from daop.runtime.policies.base import make_policy
+
+    options = policy_options(policy_option or [])
+    if tolerance is not None:
+        options["tolerance"] = tolerance
+    exactly = make_policy(policy, options=options).exact  # what it refuses is said before a model is loaded
+    exact = RunConfig(
+        model=model,
+        policy=REFERENCE,
+        fast_memory=fast_memory_bytes(fast_memory),
+        ecr=ecr,
+        dtype=dtype,
+        threads=threads,
+        batch=batch,
+        seed=seed,
+    ).resolved(machine.read_cpu())
+    judged = dataclasses.replace(
+        exact,
+        model=candidate or model,
+        policy=policy,
+        policy_options=options,
+        profile=None if profile is None else str(profile),
+    )
+    with mended():
+        found = _measure(
+            output, exact, judged, text, prompts, (window, prefill, max_new_tokens, limit, batch)
+        )
+    output.table(quality_table({policy: found}))
+    output.json(
+        {
+            "model": exact.model,
+            "candidate": judged.model,
+            "policy": policy,
+            "policy_options": dict(options),
+            "exact": exactly,
+            "ecr": ecr,
+            **found.as_dict(),
+        }
+    )
+
+
+def _measure(
+    output: Output,
+    exact: RunConfig,
+    judged: RunConfig,
+    text: Path | None,
+    prompts: Path | None,
+    sizes: tuple[int, int, int, int | None, int],
+) -> Quality:
+    """The reference first, its logits on disk; then the judged run."""
+    from daop.cli.run import load
+    from daop.quality import Spool, measure, teacher
+
+    window, prefill, max_new_tokens, limit, side = sizes
+    with tempfile.TemporaryDirectory(prefix="daop-quality-") as folder:
+        spool = Spool(Path(folder))
+        with load(exact, output) as runtime:
+            if text is not None:
+                batches = _windows(runtime, text, window, prefill, side, limit)
+            else:
+                assert prompts is not None
+                batches = answered(runtime, prompts, max_new_tokens, limit)
+            score = teacher(runtime)
+            with output.progress() as told:
+                for number, one in enumerate(batches):
+                    told("the exact run", number / len(batches))
+                    spool.keep(one, score(one))
+        with load(judged, output) as runtime:
+            return measure(spool, teacher(runtime), batches, seed=exact.seed)
+
+
+def _windows(
+    runtime: Runtime, path: Path, window: int, prefill: int, side: int, limit: int | None
+) -> list[Batch]:
+    from daop.quality import windows
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DaopError(f"cannot read the text in {path}: {error}") from error
+    if runtime.tokenizer is None:
+        raise DaopError("this model has no tokenizer, so it cannot be given text: add its tokenizer.json")
+    tokens = runtime.tokenizer(text, verbose=False)["input_ids"]  # longer than any context, but it is cut
+    found = windows(tokens, length=window, prompt=prefill, batch=side, limit=limit)
+    if not found:
+        raise DaopError(
+            f"{path} has {len(tokens)} tokens, fewer than one --window of {window}: give a longer text"
+        )
+    return found
+
+
+def answered(runtime: Runtime, path: Path, max_new_tokens: int, limit: int | None) -> list[Batch]:
+    """Each prompt with the answer that the loaded model gives: what is fed to both runs."""
+    from daop.prompts import encode, read_prompts
+    from daop.quality import Batch
+
+    batches = []
+    for prompt in read_prompts(path, limit):
+        ids = encode(prompt.messages, runtime.tokenizer, prompt.source)
+        answer = runtime.generate([ids], max_new_tokens)[0].token_ids
+        if len(answer) >= 2:  # one token leaves no decode step to score
+            batches.append(Batch(tokens=((*ids, *answer),), prompt=len(ids)))
+    if not batches:
+        raise DaopError(f"no answer to the prompts of {path} is long enough to be scored: use others")
+    return batches
+
+
+def quality_table(found: dict[str, Quality]) -> Table:
+    """A column for each policy, a line for each figure, with its 95 % interval."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("")
+    for name in found:
+        table.add_column(name, justify="right")
+    lines: Sequence[tuple[str, str, float]] = (
+        ("perplexity, exact run", "perplexity_reference", 1),
+        ("perplexity", "perplexity", 1),
+        ("KL, mean (nats/token)", "mean_kl", 1),
+        ("KL, 99th percentile", "p99_kl", 1),
+        ("changed greedy tokens, %", "changed_tokens", 100),
+        ("approximated expert calls, %", "approximated", 100),
+    )
+    for label, name, scale in lines:
+        table.add_row(label, *(_interval(getattr(one, name), scale) for one in found.values()))
+    counts = next(iter(found.values()))
+    table.caption = f"{counts.tokens} decode steps of {counts.sequences} sequences; [95 % interval]"
+    return table
+
+
+def _interval(value: Any, scale: float) -> str:
+    ends = [value.value, value.low, value.high]
+    shown = ["-" if end is None else f"{end * scale:.4g}" for end in ends]
+    return shown[0] if value.low is None else f"{shown[0]} [{shown[1]}, {shown[2]}]"
