@@ -25,6 +25,7 @@ from daop.runtime.policies.base import Policy, make_policy
 from daop.runtime.profile import Profile
 from daop.runtime.recording import Recorder
 from daop.runtime.statistics import Statistics
+from daop.runtime.watching import Watcher
 
 Progress = Callable[[str, float], None]
 """(what is being done, share done in 0..1)"""
@@ -47,6 +48,7 @@ def load(
     profile: str | Path | None = None,
     trace: str | Path | None = None,
     trace_token_ids: bool = False,
+    watchers: Sequence[Watcher] = (),
     progress: Progress | None = None,
 ) -> Runtime:
     """Open a model and put its hot set into fast memory.
@@ -55,7 +57,8 @@ def load(
     ``ecr`` (share of the routed experts) set the hot set's size; with neither it is chosen to fit this
     machine. ``policy``: a name of ``POLICIES``, ``module:Class``, or a policy object;
     ``profile``: a folder with what other traffic taught. ``trace``: record the routing into this file,
-    ``trace_token_ids`` with the tokens' ids. ``dtype``: that of
+    ``trace_token_ids`` with the tokens' ids. ``watchers`` are told all that happens, for instance a
+    ``runtime.timeline.Timeline``. ``dtype``: that of
     everything but the routed experts, which are computed as stored. ``context`` and ``batch`` are what
     the KV cache is planned for. ``threads`` sets how many
     compute, for torch as a whole. Raises DaopError with the remedy when something does not fit.
@@ -87,6 +90,7 @@ def load(
         direct_io=direct_io,
         dtype=dtype,
         recorder=_recorder(trace, checkpoint, policy, trace_token_ids) if trace is not None else None,
+        watchers=watchers,
         progress=say,
     )
 
@@ -128,6 +132,7 @@ class Runtime:
         direct_io: bool,
         dtype: str | None,
         recorder: Recorder | None,
+        watchers: Sequence[Watcher],
         progress: Progress,
     ) -> None:
         self.plan = plan
@@ -139,7 +144,13 @@ class Runtime:
         self.tokenizer = _tokenizer(checkpoint.path)
         progress("filling the hot set", 0.6)
         self._machinery: Machinery = HostMachinery(
-            checkpoint, plan, policy, self._built, direct_io=direct_io, recorder=recorder
+            checkpoint,
+            plan,
+            policy,
+            self._built,
+            direct_io=direct_io,
+            recorder=recorder,
+            watchers=watchers,
         )
         self._executor = self._machinery.executor
         self._watch = ForwardWatch(self.model, self._executor)
@@ -222,6 +233,8 @@ class Runtime:
     def reset_statistics(self) -> None:
         """Counters start again; the hot set stays as it is."""
         self._executor.conductor.statistics = Statistics(self.geometry)
+        for watcher in self._executor.conductor.watchers:
+            watcher.reset()
         self._bytes_at_reset = self._machinery.bytes_read
 
     def hot_set(self) -> list[list[int]]:

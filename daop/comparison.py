@@ -7,7 +7,7 @@ The best static policy is the best of ``STATIC`` at the same budget on the same 
 from __future__ import annotations
 
 import dataclasses
-import json
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,15 @@ import numpy as np
 
 from daop.core import DaopError, Geometry
 from daop.hardware import HardwareProfile, load
+from daop.runtime.chrome_trace import write_chrome_trace
 from daop.runtime.costs import HardwareCosts
 from daop.runtime.policies.base import POLICIES, make_policy
 from daop.runtime.profile import Profile
-from daop.runtime.sim_engine import Span
 from daop.runtime.sim_forecasts import OnlineForecaster
 from daop.runtime.sim_traffic import Traffic
 from daop.runtime.simulator import Simulator
+from daop.runtime.timeline import Timeline
+from daop.runtime.watching import Watcher
 from daop.training.parquet import read_trace
 from daop.training.split import split_by_sequence
 from daop.training.trace import ABSENT, PHASES, Trace
@@ -202,26 +204,22 @@ def timeline(
     traffic: Traffic, profile: Profile | None, setting: Setting, name: str, tokens: int = 200
 ) -> str:
     """What device, host, link and main thread did in the trace's first tokens: a Chrome trace (JSON)."""
-    tracks = {"device": 1, "host": 2, "link": 3}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": track}}
-        for track, number in tracks.items()
-    ]
-
-    def note(track: str, what: str, begin: float, end: float) -> None:
-        event = {"ph": "X", "pid": 1, "tid": tracks[track], "name": what}
-        events.append({**event, "ts": round(begin * 1e6, 3), "dur": round((end - begin) * 1e6, 3)})
-
+    watcher, text = Timeline(), io.StringIO()
     part = traffic.head(tokens)
-    _simulator(part, profile, setting, name, note).run(part, setting.batch)
-    return json.dumps({"traceEvents": events})
+    _simulator(part, profile, setting, name, [watcher]).run(part, setting.batch)
+    write_chrome_trace(watcher, text)
+    return text.getvalue()
 
 
 def _simulator(
-    traffic: Traffic, profile: Profile | None, setting: Setting, name: str, span: Span | None = None
+    traffic: Traffic,
+    profile: Profile | None,
+    setting: Setting,
+    name: str,
+    watchers: Sequence[Watcher] = (),
 ) -> Simulator:
     policy = make_policy(name, profile)
     costs = HardwareCosts(setting.hardware.hardware, traffic.geometry, setting.weight_bits)
     forecaster = OnlineForecaster(traffic.geometry, profile) if policy.horizon else None
     slots = budget_of(traffic.geometry, setting.ecr)
-    return Simulator(policy, traffic.geometry, costs, slots, forecaster, span)
+    return Simulator(policy, traffic.geometry, costs, slots, forecaster, watchers)

@@ -24,6 +24,7 @@ from daop.core import BoolArray, FloatArray, Forecast, Phase, Step
 from .policies.base import Costs, Outcome, Plan, Policy
 from .residency import Residency
 from .statistics import Statistics
+from .watching import Watcher
 
 
 class TransferError(Exception):
@@ -113,7 +114,13 @@ class Conductor:
     """Runs one policy over one residency and one engine, and counts what happens."""
 
     def __init__(
-        self, policy: Policy, residency: Residency, engine: Engine, costs: Costs, statistics: Statistics
+        self,
+        policy: Policy,
+        residency: Residency,
+        engine: Engine,
+        costs: Costs,
+        statistics: Statistics,
+        watchers: Sequence[Watcher] = (),
     ) -> None:
         self.policy = policy
         self.residency = residency
@@ -124,6 +131,9 @@ class Conductor:
         self._bytes_of = [int(n) for n in residency.geometry.bytes_of]
         self._expiry: dict[int, int | None] = {}  # speculative fetch under way -> last tick it may begin
         self._tick = 0
+        self.watchers = tuple(watchers)
+        for watcher in self.watchers:
+            watcher.attach(self)
 
     def start(self) -> list[int]:
         """Ask the policy what to load first and begin to load it; returns those, to be waited for."""
@@ -134,12 +144,15 @@ class Conductor:
             if residency.free_slots(flat):
                 self.engine.fetch(flat, residency.reserve(flat, speculative=False), demand=True)
                 self.statistics.bytes.start += self._bytes_of[flat]
+                self._tell_asked(flat, "start")
                 chosen.append(flat)
         return chosen
 
     def begin(self, phase: Phase, rows: int, new_sequences: int = 0) -> None:
         """A forward pass starts; ``new_sequences``: of how many sequences it is the first."""
         self._settle()
+        for watcher in self.watchers:
+            watcher.begin(phase, rows)
         if new_sequences:
             self.policy.begin_sequences(new_sequences)
         self.policy.begin(phase, rows)
@@ -190,11 +203,16 @@ class Conductor:
         statistics.host_experts += len(plan.host)
         misses = len(step.experts) - len(ready) - late
         statistics.count(step.phase, step.layer, len(ready), misses, late)
-        return Work(ready=ready, coming=coming, late=late, stream=stream, host=plan.host)
+        work = Work(ready=ready, coming=coming, late=late, stream=stream, host=plan.host)
+        for watcher in self.watchers:
+            watcher.planned(step, work)
+        return work
 
     def look_ahead(self, step: Step, forecasts: Sequence[Forecast]) -> None:
         """Start the speculation that the policy asks for, as far as slots allow."""
         residency, statistics = self.residency, self.statistics
+        for watcher in self.watchers:
+            watcher.forecast(step, forecasts)
         for prefetch in self.policy.look_ahead(step, forecasts, self.view):
             flat = prefetch.flat
             if residency.is_resident(flat) or residency.is_filling(flat):
@@ -208,6 +226,7 @@ class Conductor:
             self.engine.fetch(flat, residency.reserve(flat, speculative=True), demand=False)
             self._expiry[flat] = None if prefetch.within is None else self._tick + prefetch.within
             statistics.prefetches["issued"] += 1
+            self._tell_asked(flat, "prefetch")
 
     def arrived(self, flat: int) -> None:
         """The caller waited for an expert of ``work.coming``, and its bytes are there."""
@@ -217,6 +236,7 @@ class Conductor:
         """An expert of ``work.coming`` will not arrive: its slot is free, the caller serves it otherwise."""
         self._expiry.pop(flat, None)
         self.residency.abandon(flat)
+        self._tell_fate(flat, "failed")
 
     def finish(self, step: Step, work: Work, stall_seconds: float, compute_seconds: float) -> None:
         """The step was computed: its experts may be given up again."""
@@ -234,6 +254,22 @@ class Conductor:
                 compute_seconds,
             )
         )
+        for watcher in self.watchers:
+            watcher.finished(step, work, stall_seconds, compute_seconds)
+
+    def span(
+        self,
+        track: str,
+        what: str,
+        begin: float,
+        end: float,
+        flats: Sequence[int] = (),
+        layer: int | None = None,
+        shares: Sequence[float] | None = None,
+    ) -> None:
+        """An engine or executor was busy: see ``Watcher.span``. From any thread."""
+        for watcher in self.watchers:
+            watcher.span(track, what, begin, end, flats, layer, shares)
 
     def abort(self, step: Step) -> None:
         """The step broke off and will not be finished; all transfers have ended."""
@@ -255,15 +291,27 @@ class Conductor:
             self._expiry.pop(flat, None)
             self.residency.abandon(flat)
             self.statistics.failed_prefetches += 1
+            self._tell_fate(flat, "failed")
 
     def _complete(self, flat: int) -> None:
         self._expiry.pop(flat, None)
         self.residency.complete(flat)
+        for watcher in self.watchers:
+            watcher.arrived(flat)
+
+    def _tell_asked(self, flat: int, cause: str) -> None:
+        for watcher in self.watchers:
+            watcher.asked(flat, cause)
+
+    def _tell_fate(self, flat: int, fate: str) -> None:
+        for watcher in self.watchers:
+            watcher.fate(flat, fate)
 
     def _use(self, flat: int) -> None:
         if self.residency.use(flat):
             self.statistics.prefetches["useful"] += 1
             self.statistics.bytes.useful += self._bytes_of[flat]
+            self._tell_fate(flat, "useful")
 
     def _join(self, coming: Sequence[int]) -> None:
         """Demand joins the prefetches of the same experts."""
@@ -273,6 +321,7 @@ class Conductor:
             if self.residency.use(flat):
                 self.statistics.prefetches["late"] += 1
                 self.statistics.bytes.late += self._bytes_of[flat]
+                self._tell_fate(flat, "late")
 
     def _drop_expired(self) -> None:
         """Speculation whose layer has been reached is dropped, unless it has begun."""
@@ -287,6 +336,7 @@ class Conductor:
         del self._expiry[flat]
         self.residency.abandon(flat)
         self.statistics.prefetches["dropped"] += 1
+        self._tell_fate(flat, "dropped")
         return True
 
     def _admit(self, keep: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -299,6 +349,7 @@ class Conductor:
                 self._make_room(flat, keep[index:])
             if residency.free_slots(flat):
                 self.engine.fetch(flat, residency.reserve(flat, speculative=False), demand=True)
+                self._tell_asked(flat, "demand")
                 admitted.append(flat)
             else:
                 refused.append(flat)
@@ -320,6 +371,7 @@ class Conductor:
         if self.residency.is_prefetched(flat):
             self.statistics.prefetches["wasted"] += 1
             self.statistics.bytes.wasted += self._bytes_of[flat]
+            self._tell_fate(flat, "wasted")
         self.residency.evict(flat)
 
     def _check(

@@ -187,6 +187,11 @@ class HostExecutor(Executor):
         statistics.policy_seconds += planned - began + ready - forecast
         if forecasts:
             statistics.stall_seconds["forecast"] += forecast - planned
+        if self.conductor.watchers:
+            self._span("policy", "plan", layer, began, planned)
+            if forecasts:
+                self._span("predictor", "forecast", layer, planned, forecast)
+            self._span("predictor", "look ahead", layer, forecast, ready)
 
         try:
             stall = self._run(step, work, compute, batch)
@@ -219,14 +224,17 @@ class HostExecutor(Executor):
         self._transfers.kick()
 
         if work.ready:
+            began = time.perf_counter()
             compute.run(
                 batch, [flat - base for flat in work.ready], [slots[slot_of[flat]] for flat in work.ready]
             )
+            self._span("device", "compute", layer, began, time.perf_counter(), work.ready)
         stalled = 0.0
         while coming or streams:
             began = time.perf_counter()
             done = self._transfers.wait_any((*coming.values(), *streams))
-            waited = time.perf_counter() - began
+            arrived = time.perf_counter()
+            waited = arrived - began
             stalled += waited
             self._charge(done, waited, late, in_place)
             experts, bytes_ = [], []
@@ -240,12 +248,22 @@ class HostExecutor(Executor):
                 experts.append(ticket.flat - base)
                 self._check(layer, ticket.flat, bytes_[-1])
             compute.run(batch, experts, bytes_)
+            self._span(
+                "device", "compute", layer, arrived, time.perf_counter(), [ticket.flat for ticket in done]
+            )
             for ticket in done:
                 if ticket in streams:
                     idle.append(streams.pop(ticket))
             while outside and idle:
                 self._stream_next(outside, idle, streams)
         return stalled
+
+    def _span(
+        self, track: str, what: str, layer: int, began: float, ended: float, flats: Sequence[int] = ()
+    ) -> None:
+        if self.conductor.watchers:
+            origin = self._transfers.origin
+            self.conductor.span(track, what, began - origin, ended - origin, flats, layer)
 
     def _abort(self, step: Step) -> None:
         """A run broke off: let every read end before its buffer can be used for something else."""

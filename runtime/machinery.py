@@ -7,6 +7,7 @@ with files behind it.
 from __future__ import annotations
 
 import resource
+from collections.abc import Sequence
 from typing import Protocol
 
 from .checkpoint import Checkpoint
@@ -23,6 +24,7 @@ from .rough_costs import RoughCosts
 from .slots import SlotMemory
 from .statistics import Statistics
 from .transfers import CHUNK, FileTransfers
+from .watching import Watcher
 
 READ_THREADS = 8
 """Reads in flight. An SSD needs several to reach its bandwidth; they sleep, so cores do not limit them."""
@@ -69,6 +71,7 @@ class HostMachinery:
         *,
         direct_io: bool,
         recorder: Recorder | None,
+        watchers: Sequence[Watcher] = (),
     ) -> None:
         self.plan = plan
         self.memory = SlotMemory(checkpoint.layouts, plan.slots, STAGING)
@@ -81,8 +84,10 @@ class HostMachinery:
             for layout, form, count in zip(checkpoint.layouts, built.forms, geometry.experts, strict=True)
         ]
         conductor = Conductor(
-            policy, self.residency, self.transfers, RoughCosts(geometry), Statistics(geometry)
+            policy, self.residency, self.transfers, RoughCosts(geometry), Statistics(geometry), watchers
         )
+        if watchers:
+            self.transfers.span = conductor.span
         self.executor = HostExecutor(
             checkpoint=checkpoint,
             memory=self.memory,

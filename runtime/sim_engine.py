@@ -7,15 +7,15 @@ arrives in the middle of a chunk begins when that chunk has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-Span = Callable[[str, str, float, float], None]
+from .watching import Span
 
 
 class VirtualEngine:
     """``copy_seconds[flat]``: time of one transfer; ``chunk_seconds``: what cannot be interrupted."""
 
-    def __init__(self, copy_seconds: Sequence[float], chunk_seconds: float, span: Span | None = None) -> None:
+    def __init__(self, copy_seconds: Sequence[float], chunk_seconds: float, track: str = "link in") -> None:
         self.now = 0.0
         self.host_free_at = 0.0
         self.arrives_at: dict[int, float] = {}  # demand asked for, not collected yet
@@ -25,7 +25,8 @@ class VirtualEngine:
         self._waiting: dict[int, float] = {}  # speculation: seconds left, in order
         self._begun: set[int] = set()
         self._landed: list[tuple[float, int]] = []  # speculation that has ended, or will at the chunk's end
-        self._span = span
+        self._track = track
+        self.span: Span | None = None
         self.busy_seconds = 0.0
 
     @property
@@ -49,8 +50,8 @@ class VirtualEngine:
         begin = self._clock if self._clock > self.now else self.now
         self._clock = end = begin + seconds
         self.busy_seconds += seconds
-        if self._span is not None:
-            self._span("link", f"demand {flat}", begin, end)
+        if self.span is not None:
+            self.span(self._track, "copy", begin, end, (flat,))
         return end
 
     def promote(self, flat: int) -> None:
@@ -95,8 +96,8 @@ class VirtualEngine:
             ran = min(left, chunks * self._chunk)
             self._clock = begin + ran
             self.busy_seconds += ran
-            if self._span is not None:
-                self._span("link", f"ahead {flat}", begin, self._clock)
+            if self.span is not None:
+                self.span(self._track, "copy", begin, self._clock, (flat,))
             if ran < left:
                 waiting[flat] = left - ran
                 self._begun.add(flat)

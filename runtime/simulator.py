@@ -26,9 +26,10 @@ from .conductor import Conductor, Work
 from .costs import HardwareCosts
 from .policies.base import Policy
 from .residency import Residency
-from .sim_engine import Span, VirtualEngine
+from .sim_engine import VirtualEngine
 from .sim_traffic import Forward, Traffic, forwards
 from .statistics import Statistics
+from .watching import Watcher
 
 
 class Forecaster(Protocol):
@@ -97,14 +98,16 @@ class Simulator:
         costs: HardwareCosts,
         slots: int,
         forecaster: Forecaster | None = None,
-        span: Span | None = None,
+        watchers: Sequence[Watcher] = (),
     ) -> None:
         if not 0 <= slots <= geometry.total:
             raise DaopError(f"a budget of {slots} experts is impossible: the model has {geometry.total}")
         self.geometry = geometry
         self.costs = costs
         self.policy = policy
-        self.engine = VirtualEngine(costs.copy_seconds, costs.chunk_seconds, span)
+        self.engine = VirtualEngine(
+            costs.copy_seconds, costs.chunk_seconds, "link in" if costs.host_beside else "disk"
+        )
         self.statistics = Statistics(geometry)
         classes = sorted(set(geometry.expert_bytes))
         self.residency = Residency(
@@ -112,9 +115,11 @@ class Simulator:
             share_by_class(geometry, slots),
             [classes.index(size) for size in geometry.expert_bytes],
         )
-        self.conductor = Conductor(policy, self.residency, self.engine, costs, self.statistics)
+        self.conductor = Conductor(policy, self.residency, self.engine, costs, self.statistics, watchers)
+        if watchers:
+            self.engine.span = self.conductor.span
         self.result = Run(self.statistics)
-        self._span = span
+        self._watched = bool(watchers)
         self._forecaster = forecaster if policy.horizon else None
         self._reads = not costs.host_beside
         self._looks = type(policy).look_ahead is not Policy.look_ahead
@@ -213,12 +218,23 @@ class Simulator:
                 end = main
         else:
             end, stall, compute = self._wait(step, work, elsewhere or ([], begin), begin, main)
-        if self._span is not None:
-            self._span("device", f"layer {step.layer}", begin - before - decided, begin)
-            self._span("device", f"experts {step.layer}", begin, end)
+        if self._watched:
+            self._tell(step, work, begin, before, decided, main)
         engine.now = end
         self.statistics.compute_seconds += compute
         conductor.finish(step, work, stall, compute)
+
+    def _tell(self, step: Step, work: Work, begin: float, before: float, decided: float, main: float) -> None:
+        """What the watchers of an executor hear; what arrived later was told when it was computed."""
+        span, layer, planned = self.conductor.span, step.layer, begin - decided
+        span("device", "attention", planned - before, planned, (), layer)
+        span("policy", "plan", planned, begin, (), layer)
+        if self._looks:
+            span("predictor", "look ahead", begin, main, (), layer)
+        if work.ready:
+            tokens = dict(zip(step.experts, step.tokens, strict=True))
+            shares = [self.costs.device(flat, tokens[flat]) for flat in work.ready]
+            span("device", "compute", begin, begin + sum(shares), work.ready, None, shares)
 
     def _compute(self, step: Step, experts: Iterable[int]) -> float:
         device, tokens = self.costs.device, dict(zip(step.experts, step.tokens, strict=True))
@@ -236,8 +252,9 @@ class Simulator:
         took = sum(costs.host(flat, tokens[flat]) for flat in work.host)
         engine.host_free_at = begin + took
         self.result.host_seconds += took
-        if self._span is not None:
-            self._span("host", f"{len(work.host)} experts of {step.layer}", begin, begin + took)
+        if self._watched:
+            shares = [costs.host(flat, tokens[flat]) for flat in work.host]
+            self.conductor.span("host", "compute", begin, begin + took, work.host, None, shares)
         return arrivals, begin + took
 
     def _wait(
@@ -263,6 +280,8 @@ class Simulator:
                 waited += arrival - at
                 at = arrival
             took = device(flat, tokens[flat])
+            if self._watched:
+                self.conductor.span("device", "compute", at, at + took, (flat,))
             at += took
             compute += took
         for flat in work.coming:

@@ -20,6 +20,7 @@ from daop.core import DaopError
 
 from .checkpoint import Checkpoint
 from .slots import SlotMemory
+from .watching import Span
 
 CHUNK = 1 << 20
 WATCH_SECONDS = 0.5  # how often a waiting caller looks whether the pool still lives
@@ -34,7 +35,7 @@ class Reader(Protocol):
 class Ticket:
     """One expert on its way into one buffer."""
 
-    __slots__ = ("chunks", "demand", "error", "flat", "nbytes", "open", "slotted", "started")
+    __slots__ = ("began", "chunks", "demand", "error", "flat", "nbytes", "open", "slotted", "started")
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Ticket:
         self.demand = demand
         self.slotted = slotted  # reported through poll / failed
         self.started = False
+        self.began = 0.0  # when its first chunk was taken
         self.error: BaseException | None = None
 
     @property
@@ -78,11 +80,12 @@ class FileTransfers:
         self._arrived: deque[int] = deque()
         self._failed: deque[int] = deque()
         self._closing = False
-        self._origin = time.perf_counter()
+        self.origin = time.perf_counter()
         self._queued_bytes = 0
         self._reading = 0  # chunks being read now
         self._bandwidth = 1e9  # bytes per second of the whole pool, learned as reads end
         self.bytes_read = 0
+        self.span: Span | None = None
         self._threads = [
             threading.Thread(target=self._serve, name=f"daop-read-{n}", daemon=True) for n in range(threads)
         ]
@@ -93,7 +96,7 @@ class FileTransfers:
 
     @property
     def now(self) -> float:
-        return time.perf_counter() - self._origin
+        return time.perf_counter() - self.origin
 
     @property
     def link_free_at(self) -> float:
@@ -253,7 +256,9 @@ class FileTransfers:
         if not queue:
             return None
         ticket = queue[0]
-        ticket.started = True
+        if not ticket.started:
+            ticket.started = True
+            ticket.began = time.perf_counter()
         self._reading += 1
         chunk = ticket.chunks.popleft()
         if not ticket.chunks:
@@ -271,6 +276,9 @@ class FileTransfers:
             if error is not None and ticket.error is None:
                 ticket.error = error
             if ticket.open == 0:
+                if self.span is not None:
+                    began, ended = ticket.began - self.origin, time.perf_counter() - self.origin
+                    self.span("disk", "read" if ticket.slotted else "stream", began, ended, (ticket.flat,))
                 if ticket.slotted:
                     (self._arrived if ticket.error is None else self._failed).append(ticket.flat)
                 self._ended.notify_all()
