@@ -74,7 +74,7 @@ def test_rows_say_what_was_promised(trace: Path, tmp_path: Path) -> None:
         assert [row["policy"] for row in csv.DictReader(file)] == ["static", "lru", "optimum"]
     events = json.loads(line.read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert names == {"policy", "device", "host"}  # a static placement moves nothing
+    assert names == {"policy", "device", "host", "link in"}
     assert "optimum" in result.output
 
 
