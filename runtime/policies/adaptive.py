@@ -223,6 +223,14 @@ class Adaptive(Policy):
             self._stalled += STALL_MEMORY * (outcome.stall_seconds * 1e6 - self._stalled)
             self._resting = self._stalled < (WAKE if self._resting else SLEEP) * LOOK_US
 
+    @property
+    def prefetching(self) -> bool:
+        return not self._resting
+
+    def expected(self, layer: int) -> FloatArray | None:
+        chance: FloatArray = self._state.chance[layer, : self.geometry.experts[layer]]
+        return chance
+
     def _late(self, layer: int, queued: float, until: float) -> list[int]:
         """Layers that will have asked before a copy begun now behind ``queued`` can arrive."""
         arrives = queued + self._copy - 0.5 * self.costs.host(0, 1)

@@ -197,6 +197,18 @@ class Policy:
     def observe(self, outcome: Outcome) -> None:
         """The step was computed: food for adapting."""
 
+    # -- for reports only ------------------------------------------------------------------------
+
+    @property
+    def prefetching(self) -> bool:
+        """Whether it looks ahead at present; one that adapts may have switched that off."""
+        return type(self).look_ahead is not Policy.look_ahead
+
+    def expected(self, layer: int) -> FloatArray | None:
+        """Chance of each of the layer's experts to be used at its next visit, [E]; None: it has no forecast
+        of its own."""
+        return None
+
 
 POLICIES: Registry[type[Policy]] = Registry("policy", "daop.runtime.policies")
 
