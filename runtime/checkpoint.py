@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from daop.core import DaopError, Geometry
+from daop.core import Geometry
 from daop.runtime import families, names
+from daop.runtime.codecs.base import Codec
+from daop.runtime.codecs.plain import PLAIN
+from daop.runtime.codecs.stored import find_format
 from daop.runtime.hub import model_folder
 from daop.runtime.layout import ExpertLayout
 from daop.runtime.placing import LayerPlaces, Location
@@ -40,7 +43,8 @@ class Checkpoint:
     ``layouts[l]`` is how an expert of MoE layer ``l`` lies in a slot; ``geometry.expert_bytes`` are bytes as
     stored. ``fingerprint`` depends on configuration, tensor names, shapes, dtypes and the first bytes of
     every tensor outside the experts, not on how the tensors are spread over files. ``other_tensors`` are
-    those that the rest of the model is built from, ``non_expert_bytes`` what they take as stored.
+    those that the rest of the model is built from, ``non_expert_bytes`` what they take as stored; of those
+    that are quantised (in ``codec``), ``coded`` names all pieces: weights' name -> {suffix: name}.
     """
 
     path: Path
@@ -51,6 +55,8 @@ class Checkpoint:
     index: TensorIndex
     expert_tensors: frozenset[str]
     other_tensors: frozenset[str]
+    coded: dict[str, dict[str, str]]
+    codec: Codec
     skeleton: Skeleton
     _places: tuple[tuple[tuple[Location, ...], ...], ...] = field(repr=False)  # [layer][expert][part]
     _ranges: dict[int, tuple[ByteRange, ...]] = field(repr=False, default_factory=dict)  # asked before
@@ -101,18 +107,18 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     """
     folder = model_folder(model)
     config = read_json(folder / "config.json")
-    _refuse_quantised(folder / "config.json", config)
+    stored = find_format(folder / "config.json", config)
     index = read_index(folder)
     skeleton = build_skeleton(folder)
     sources = {name: source for experts in skeleton.experts for name, source in experts.sources.items()}
-    found = names.targets(skeleton.model, index.tensors, frozenset(sources))
+    found = names.targets(skeleton.model, index.tensors, frozenset(sources), stored)
     by_parameter: dict[str, list[str]] = {}
     for name, target in found.items():
         by_parameter.setdefault(target.parameter, []).append(name)
     layouts, places = [], []
     known: dict[frozenset[tuple[str, tuple[int, ...], str]], ExpertLayout] = {}
     for experts in skeleton.experts:
-        collected = LayerPlaces(experts, index)
+        collected = LayerPlaces(experts, index, stored.codec if stored else PLAIN)
         for parameter in experts.sources:
             for name in by_parameter.get(parameter, ()):
                 collected.add(name, found[name])
@@ -120,7 +126,8 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
         layouts.append(layout)
         places.append(layer_places)
     expert_tensors = frozenset(name for name, target in found.items() if target.parameter in sources)
-    other_tensors = frozenset(found) - expert_tensors
+    rest = {name: target for name, target in found.items() if name not in expert_tensors}
+    other_tensors = frozenset(name for name, target in rest.items() if not target.coded)
     fingerprint = _fingerprint(config, index, other_tensors)
     return Checkpoint(
         path=folder,
@@ -133,25 +140,24 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
         ),
         layouts=tuple(layouts),
         fingerprint=fingerprint,
-        non_expert_bytes=sum(index.tensors[name].nbytes for name in other_tensors),
+        non_expert_bytes=sum(index.tensors[name].nbytes for name in rest),
         index=index,
         expert_tensors=expert_tensors,
         other_tensors=other_tensors,
+        coded=_pieces_of(rest),
+        codec=stored.codec if stored else PLAIN,
         skeleton=skeleton,
         _places=tuple(places),
     )
 
 
-def _refuse_quantised(path: Path, config: dict[str, Any]) -> None:
-    text_config = config.get("text_config")
-    for part in (config, text_config if isinstance(text_config, dict) else {}):
-        quantised = part.get("quantization_config")
-        if quantised:
-            method = quantised.get("quant_method", "unnamed") if isinstance(quantised, dict) else quantised
-            raise DaopError(
-                f"{path} says that the weights are quantised ({method}); daop reads BF16, F16 and F32: use a "
-                "copy of the model in one of these"
-            )
+def _pieces_of(rest: dict[str, names.Target]) -> dict[str, dict[str, str]]:
+    """By name of a quantised weight outside the experts: its pieces' names by suffix."""
+    by_parameter: dict[str, dict[str, str]] = {}
+    for name, target in rest.items():
+        if target.coded is not None:
+            by_parameter.setdefault(target.parameter, {})[target.coded] = name
+    return {pieces[""]: pieces for pieces in by_parameter.values()}
 
 
 def _fingerprint(config: dict[str, Any], index: TensorIndex, others: frozenset[str]) -> str:

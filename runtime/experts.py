@@ -39,12 +39,14 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class PartSource:
-    """One parameter of the experts module: the part's role, its shape for one expert, and how many rows of
-    the parameter's first axis are one expert's (0: the first axis counts experts)."""
+    """One parameter of the experts module: the part's role, its shape for one expert, how many rows of the
+    parameter's first axis are one expert's (0: the first axis counts experts), and whether the shape is
+    [in, out]."""
 
     role: str
     shape: tuple[int, ...]
     rows: int = 0
+    transposed: bool = False
 
 
 class Experts(ABC):

@@ -81,7 +81,9 @@ class Decorated(Experts):
         for role in roles:
             name = role.replace("_bias", "") + "_proj" + ("_bias" if role.endswith("_bias") else "")
             parameter = required_attribute(self.module, name)
-            sources[f"{self.path}.{name}"] = PartSource(role=role, shape=tuple(parameter.shape[1:]))
+            sources[f"{self.path}.{name}"] = PartSource(
+                role=role, shape=tuple(parameter.shape[1:]), transposed=bool(self.module.is_transposed)
+            )
         return sources
 
     def install(self, model: nn.Module, route: Route) -> None:
@@ -130,7 +132,9 @@ class Dbrx(Experts):
         shape = (self.module.ffn_hidden_size, self.module.hidden_size)
         roles = {"w1": "gate", "v1": "up", "w2": "down"}
         return {
-            f"{self.path}.mlp.{name}": PartSource(role=role, shape=shape, rows=shape[0])
+            f"{self.path}.mlp.{name}": PartSource(
+                role=role, shape=shape, rows=shape[0], transposed=role == "down"
+            )
             for name, role in roles.items()
         }
 
@@ -166,7 +170,9 @@ class Llama4(Experts):
     def find_sources(self) -> dict[str, PartSource]:
         return {
             f"{self.path}.{name}_proj": PartSource(
-                role=name, shape=tuple(required_attribute(self.module, f"{name}_proj").shape[1:])
+                role=name,
+                shape=tuple(required_attribute(self.module, f"{name}_proj").shape[1:]),
+                transposed=True,
             )
             for name in ("gate_up", "down")
         }

@@ -58,7 +58,7 @@ class HostExperts:
         self.layout = layout
         self.form = form
         self.count = count
-        self._torch = TorchExperts(form)
+        self._torch = TorchExperts(form, layout.codec)
         self._kernels = load_kernels() if kernels == "auto" else kernels
         self._native_form = describe_form(layout, form)
         columns = form.transposed or form.down_is_transposed

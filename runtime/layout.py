@@ -1,7 +1,8 @@
 """How an expert lies in a slot, and what is computed with it.
 
 A *slot* is a flat uint8 buffer that holds one expert as the file stores it. ``ExpertLayout`` says where
-each tensor of the expert lies in the slot, ``ExpertForm`` what the model's family computes with them.
+each tensor of the expert lies in the slot and which codec its weights are in, ``ExpertForm`` what the
+model's family computes with them.
 Layers whose experts have the same shapes share one equal layout, so that a slot serves any of them.
 
 Shape legend: H hidden size, I intermediate size, n rows (tokens) of one expert.
@@ -10,11 +11,14 @@ Shape legend: H hidden size, I intermediate size, n rows (tokens) of one expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from daop.core import DaopError
+
+from .codecs.base import TYPES, Codec, Parts
+from .codecs.plain import PLAIN
 
 ALIGNMENT = 64  # a cache line, and the widest vector load
 SAMPLE = 64  # values of each part that check_finite looks at, at each end
@@ -27,8 +31,8 @@ class Part:
     """One tensor of an expert inside its slot.
 
     ``role``: "gate", "up", "gate_up" (fused, gate first unless the form says interleaved), "down", each also
-    with the suffix "_bias". ``shape`` is as stored, ``dtype`` safetensors' name, ``offset`` bytes from the
-    slot's start.
+    with the suffix "_bias", or a codec's ("_scale"). ``shape`` is as stored, ``dtype`` safetensors' name,
+    ``offset`` bytes from the slot's start.
     """
 
     role: str
@@ -42,25 +46,26 @@ class Part:
 class ExpertLayout:
     """Where the parts of one expert lie.
 
-    ``nbytes`` is the slot's size, a multiple of 64; ``stored_bytes`` the sum of the parts.
+    ``nbytes`` is the slot's size, a multiple of 64; ``stored_bytes`` what the files hold of it.
     """
 
     parts: tuple[Part, ...]
     nbytes: int
     stored_bytes: int
+    codec: Codec = PLAIN
 
     @classmethod
-    def pack(cls, parts: Sequence[tuple[str, tuple[int, ...], str]]) -> ExpertLayout:
+    def pack(cls, parts: Sequence[tuple[str, tuple[int, ...], str]], codec: Codec = PLAIN) -> ExpertLayout:
         """The layout of parts ``(role, shape, dtype)`` in this order, each at a multiple of 64 bytes."""
         placed, offset, stored = [], 0, 0
         for role, shape, dtype in parts:
-            nbytes = DTYPES[dtype].itemsize
+            nbytes = TYPES[dtype].itemsize
             for size in shape:
                 nbytes *= size
             placed.append(Part(role=role, shape=shape, dtype=dtype, offset=offset, nbytes=nbytes))
             stored += nbytes
             offset = -(-(offset + nbytes) // ALIGNMENT) * ALIGNMENT
-        return cls(parts=tuple(placed), nbytes=offset, stored_bytes=stored)
+        return cls(parts=tuple(placed), nbytes=offset, stored_bytes=stored, codec=codec)
 
     def part(self, role: str) -> Part | None:
         """The part with that role, or None."""
@@ -69,9 +74,21 @@ class ExpertLayout:
     def views(self, slot: torch.Tensor) -> dict[str, torch.Tensor]:
         """Typed views into a uint8 slot [nbytes], by role; nothing is copied."""
         return {
-            part.role: slot[part.offset : part.offset + part.nbytes].view(DTYPES[part.dtype]).view(part.shape)
+            part.role: slot[part.offset : part.offset + part.nbytes].view(TYPES[part.dtype]).view(part.shape)
             for part in self.parts
         }
+
+    def weights(self, parts: Parts, form: ExpertForm) -> dict[str, torch.Tensor]:
+        """Weights and biases by role, decoded: a plain part as it is, any other as float32. For tests and
+        references; what runs decodes a few rows at a time."""
+        if self.codec == PLAIN:
+            return dict(parts)
+        out = {role: part for role, part in parts.items() if role.endswith("_bias")}
+        for role in ("gate", "up", "gate_up", "down"):
+            if role in parts:
+                columns = form.intermediate if role == "down" else form.hidden
+                out[role] = self.codec.decode(parts, role, columns, 0, len(parts[role]))
+        return out
 
     def check_finite(self, slot: torch.Tensor, expert: str) -> None:
         """Raise if the first or last 64 values of any part are not all finite.
@@ -81,9 +98,11 @@ class ExpertLayout:
         middle is not looked for.
         """
         for role, tensor in self.views(slot).items():
+            if tensor.dtype in (torch.int8, torch.uint8):  # all values are numbers
+                continue
             flat = tensor.view(-1)
             for end in (flat[:SAMPLE], flat[-SAMPLE:]):
-                if not bool(torch.isfinite(end).all()):
+                if not bool(torch.isfinite(end.float()).all()):
                     raise DaopError(
                         f"the {role} tensor of {expert} holds values that are not finite (NaN or "
                         "infinity): the checkpoint is damaged or was saved before its weights were "
@@ -120,6 +139,12 @@ class ExpertForm:
     down_transposed: bool | None = None
     scales_input: bool = False
     post_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def as_stored(self, layout: ExpertLayout) -> ExpertForm:
+        """The form of a layout's bytes: a codec may lay weights row by row where the family does not."""
+        if layout.codec.by_rows:
+            return replace(self, transposed=False, down_transposed=False)
+        return self
 
     @property
     def down_is_transposed(self) -> bool:

@@ -122,8 +122,9 @@ def non_expert_memory(checkpoint: Checkpoint, dtype: str | None) -> tuple[int, i
     import torch
 
     skeleton = checkpoint.skeleton
-    name = dtype or str(skeleton.config.dtype or checkpoint.layouts[0].parts[0].dtype)
+    stored = checkpoint.layouts[0].parts[0].dtype
     known = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+    name = dtype or str(skeleton.config.dtype or known.get(stored, "bfloat16"))
     kind = getattr(torch, known.get(name, name.removeprefix("torch.")), None)
     if not isinstance(kind, torch.dtype):
         raise DaopError(f"--dtype {dtype} is not known; known: float32, bfloat16, float16")

@@ -18,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from daop.core import DaopError
 from daop.runtime.checkpoint import Checkpoint
+from daop.runtime.codecs.base import TYPES
 from daop.runtime.experts import Experts, ExpertsFn, Route
 from daop.runtime.families import IMPLEMENTATION, find_experts, run_route
 from daop.runtime.layout import DTYPES, ExpertForm
@@ -25,13 +26,11 @@ from daop.runtime.routers import LastInput, Router
 from daop.runtime.safetensors_index import TensorInfo
 
 NUMBERS: dict[str, torch.dtype] = {
-    **DTYPES,
+    **TYPES,
     "F64": torch.float64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
     "BOOL": torch.bool,
 }
 
@@ -79,7 +78,7 @@ def build_model(
     """
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_route)
     skeleton = checkpoint.skeleton
-    dtype = dtype or skeleton.config.dtype or DTYPES[checkpoint.layouts[0].parts[0].dtype]
+    dtype = dtype or skeleton.config.dtype or DTYPES.get(checkpoint.layouts[0].parts[0].dtype, torch.bfloat16)
     found: list[Experts] = []
     model_class = _without_experts(skeleton.model_class, experts, found)
     with _Reader(checkpoint) as tensors:
@@ -103,7 +102,9 @@ def build_model(
     return BuiltModel(
         model=model,
         checkpoint=checkpoint,
-        forms=tuple(entry.form() for entry in found),
+        forms=tuple(
+            entry.form().as_stored(layout) for entry, layout in zip(found, checkpoint.layouts, strict=True)
+        ),
         routers=tuple(Router.watch(layer, entry, last) for layer, entry in enumerate(found)),
         last_input=last,
     )
@@ -166,6 +167,42 @@ class _Reader(Mapping[str, _Tensor]):
         return len(self._checkpoint.other_tensors)
 
     def read(self, info: TensorInfo) -> torch.Tensor:
+        """A tensor's values; of a quantised weight, what its bytes mean, in float32."""
+        pieces = self._checkpoint.coded.get(info.name)
+        if pieces is None:
+            tensor = self._read(info)
+        else:
+            tensors = self._checkpoint.index.tensors
+            parts = {suffix: self._read(tensors[name]) for suffix, name in pieces.items()}
+            self._check_pieces(info, parts)
+            tensor = self._checkpoint.codec.decode(parts, "", info.shape[1], 0, info.shape[0])
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            raise DaopError(
+                f"{self._checkpoint.index.where(info.name)} holds NaN: the checkpoint is damaged or was "
+                "saved before its weights were filled in; fetch it again"
+            )
+        return tensor
+
+    def _check_pieces(self, info: TensorInfo, parts: dict[str, torch.Tensor]) -> None:
+        """What a quantised weight is made of has the shapes and dtypes that its format asks for."""
+        wanted = self._checkpoint.codec.pieces(*info.shape) if len(info.shape) == 2 else {}
+        for suffix, piece in wanted.items():
+            got = parts.get(suffix)
+            if (
+                got is None
+                or tuple(got.shape) != piece.shape
+                or got.dtype not in map(TYPES.get, piece.dtypes)
+            ):
+                wanted = {}
+                break
+        if not wanted:
+            raise DaopError(
+                f"{self._checkpoint.index.where(info.name)} is not a weight in "
+                f"{self._checkpoint.codec.name} with scales as its configuration says: fetch the whole "
+                "folder again"
+            )
+
+    def _read(self, info: TensorInfo) -> torch.Tensor:
         where = self._checkpoint.index.where(info.name)
         if info.dtype not in NUMBERS:
             raise DaopError(f"{where} has dtype {info.dtype}, which daop cannot read")
@@ -176,13 +213,7 @@ class _Reader(Mapping[str, _Tensor]):
             if got == 0:
                 raise DaopError(f"{where} ends early: the file shrank since it was opened; fetch it again")
             done += got
-        tensor = flat.view(NUMBERS[info.dtype]).view(info.shape)
-        if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise DaopError(
-                f"{where} holds NaN: the checkpoint is damaged or was saved before its weights were filled "
-                "in; fetch it again"
-            )
-        return tensor
+        return flat.view(NUMBERS[info.dtype]).view(info.shape)
 
 
 def _check_complete(checkpoint: Checkpoint, model: Any, report: dict[str, Any]) -> None:

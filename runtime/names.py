@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -24,22 +24,40 @@ from transformers.core_model_loading import (
 )
 
 from daop.core import DaopError
+from daop.runtime.codecs.stored import StoredFormat
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """What a tensor becomes. ``expert`` is None for a tensor that is the parameter as it stands; else it is
-    that expert's piece number ``piece`` of ``pieces`` along the output."""
+    that expert's piece number ``piece`` of ``pieces`` along the output. ``coded``: which piece of a quantised
+    weight it holds ("" the weights, "_scale", see ``codecs``), None if it is plain numbers."""
 
     parameter: str
     expert: int | None = None
     piece: int = 0
     pieces: int = 1
+    coded: str | None = None
 
 
-def targets(model: Any, names: Iterable[str], experts: frozenset[str]) -> dict[str, Target]:
+def targets(
+    model: Any, names: Iterable[str], experts: frozenset[str], stored: StoredFormat | None = None
+) -> dict[str, Target]:
     """The target of every tensor of ``names`` that belongs to the model; ``experts`` are the names of the
-    model's routed-expert parameters. A tensor that the model does not want is left out."""
+    model's routed-expert parameters, ``stored`` says how a quantised checkpoint names its pieces. A tensor
+    that the model does not want is left out."""
+    names = list(names)
+    pieces = stored.pieces(set(names)) if stored is not None else {}
+    plain = _plain_targets(model, {pieces.get(name, (name, ""))[0] for name in names}, experts)
+    out = {}
+    for name in names:
+        base, suffix = pieces.get(name, (name, None))
+        if base in plain:
+            out[name] = plain[base] if suffix is None else replace(plain[base], coded=suffix)
+    return out
+
+
+def _plain_targets(model: Any, names: Iterable[str], experts: frozenset[str]) -> dict[str, Target]:
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

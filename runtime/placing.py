@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from daop.core import DaopError
+from daop.runtime.codecs.base import Codec
+from daop.runtime.codecs.plain import PLAIN
 from daop.runtime.experts import Experts, PartSource
 from daop.runtime.layout import DTYPES, ExpertLayout
 from daop.runtime.names import Target
@@ -14,11 +16,16 @@ FETCH = "fetch the whole folder again"
 
 
 class LayerPlaces:
-    """Collects one layer's expert tensors, then says how they lie in a slot and where in the files."""
+    """Collects one layer's expert tensors, then says how they lie in a slot and where in the files.
 
-    def __init__(self, experts: Experts, index: TensorIndex) -> None:
+    ``codec`` is that of the checkpoint's quantised weights, if it has any; a layer may still be plain.
+    """
+
+    def __init__(self, experts: Experts, index: TensorIndex, codec: Codec = PLAIN) -> None:
         self._experts = experts
         self._index = index
+        self._format = codec
+        self._codec: Codec = PLAIN  # of this layer
         # By role, by expert: the tensor and how many bytes into it; by role: shape and dtype for one expert.
         self._found: dict[str, dict[int, tuple[TensorInfo, int]]] = {}
         self._kinds: dict[str, tuple[Shape, str]] = {}
@@ -27,15 +34,22 @@ class LayerPlaces:
         """Note that tensor ``name`` is ``target``; ``DaopError`` if shape or dtype cannot be."""
         experts, info = self._experts, self._index.tensors[name]
         source = experts.sources[target.parameter]
+        role, shape, rows = source.role, source.shape, source.rows
+        if target.expert is not None:
+            role, shape = _piece(source, target)
+        dtypes = tuple(DTYPES)
+        if target.coded is not None:
+            self._codec = self._format
+            pieces = self._codec.pieces(*(reversed(shape) if source.transposed else shape))
+            shape, dtypes = pieces[target.coded].shape, pieces[target.coded].dtypes
+            role, rows = role + target.coded, 0
         if target.expert is None:
-            role, shape = source.role, source.shape
-            stored = (experts.count * source.rows, *shape[1:]) if source.rows else (experts.count, *shape)
+            stored = (experts.count * rows, *shape[1:]) if rows else (experts.count, *shape)
             step = info.nbytes // experts.count
             spots = {expert: (info, expert * step) for expert in range(experts.count)}
         else:
-            role, shape = _piece(source, target)
             stored, spots = shape, {target.expert: (info, 0)}
-        self._check(name, stored)
+        self._check(name, stored, dtypes)
         if self._kinds.setdefault(role, (shape, info.dtype)) != (shape, info.dtype):
             raise DaopError(
                 f"{self._index.where(name)} has dtype {info.dtype}, another expert of the same layer has "
@@ -62,7 +76,7 @@ class LayerPlaces:
         parts = [(role, *kind) for role, kind in self._kinds.items()]
         # In the order in which the file has expert 0, so that neighbours there are neighbours in the slot.
         parts.sort(key=lambda part: self._locate(part[0], 0))
-        layout = known.setdefault(frozenset(parts), ExpertLayout.pack(parts))
+        layout = known.setdefault(frozenset(parts), ExpertLayout.pack(parts, self._codec))
         places = tuple(
             tuple(self._locate(part.role, expert) for part in layout.parts)
             for expert in range(self._experts.count)
@@ -73,16 +87,17 @@ class LayerPlaces:
         info, offset = self._found[role][expert]
         return info.file, info.offset + offset
 
-    def _check(self, name: str, stored: Shape) -> None:
+    def _check(self, name: str, stored: Shape, dtypes: tuple[str, ...]) -> None:
         info = self._index.tensors[name]
         if info.shape != stored:
             raise DaopError(
                 f"{self._index.where(name)} has shape {list(info.shape)}, but the model wants "
                 f"{list(stored)}: config.json and weights are of different models; {FETCH}"
             )
-        if info.dtype not in DTYPES:
+        if info.dtype not in dtypes:
             raise DaopError(
-                f"{self._index.where(name)} has dtype {info.dtype}; daop reads experts in {', '.join(DTYPES)}"
+                f"{self._index.where(name)} has dtype {info.dtype}; daop reads such a tensor in "
+                f"{', '.join(dtypes)}"
             )
 
     def _check_coverage(self) -> None:
@@ -90,7 +105,10 @@ class LayerPlaces:
         wanted: list[str] = []
         for source in self._experts.sources.values():
             split = [source.role.replace("gate_up", piece) for piece in ("gate", "up")]
-            wanted += split if any(role in self._found for role in split) else [source.role]
+            found = split if any(role in self._found for role in split) else [source.role]
+            wanted += found
+            if not source.role.endswith("_bias"):
+                wanted += [role + suffix for role in found for suffix in self._codec.suffixes]
         for role in self._found:
             if role not in wanted:
                 raise DaopError(

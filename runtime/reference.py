@@ -62,7 +62,8 @@ def reference_experts(checkpoint: Checkpoint, forms: Sequence[ExpertForm]) -> Ex
             checkpoint.layouts[layer].check_finite(slot, checkpoint.describe(flat))
             weight = weights[rows, ranks, None]  # [n, 1]
             x = hidden[rows]  # [n, H]
-            parts = checkpoint.layouts[layer].views(slot.to(hidden.device))
+            layout = checkpoint.layouts[layer]
+            parts = layout.weights(layout.views(slot.to(hidden.device)), form)
             if form.scales_input:
                 y = compute_expert(form, parts, x * weight.to(x.dtype)).float()
             else:

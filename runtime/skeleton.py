@@ -35,6 +35,9 @@ def build_skeleton(folder: Path) -> Skeleton:
         raise DaopError(
             f"transformers cannot read {folder / 'config.json'}: {' '.join(str(error).split())[:300]}"
         ) from error
+    for part in (config, config.get_text_config()):  # the experts' format is ours to read: see codecs.stored
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     model_type = config.model_type
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise DaopError(

@@ -179,9 +179,9 @@ Other families whose experts module follows transformers' `use_experts_implement
 are stored as the model uses them, load and run the same way, but are not compared here. Refused, with an
 error that says so:
 
-- weights that are quantised (FP8, MXFP4, ...): there is no codec for them yet;
-- files that transformers transposes, interleaves or dequantises as it loads them: experts have to be usable
-  as they are stored;
+- weights that are quantised in a way that docs/formats.md does not list (AWQ, GPTQ, GGUF, ...);
+- files that transformers transposes or interleaves as it loads them: experts have to be usable as they are
+  stored;
 - families with experts modules of their own, such as longcat_flash (some experts are the identity) and
   jetmoe;
 - vision and audio models that transformers does not have as a causal language model. Of a multimodal
