@@ -5,11 +5,14 @@ from __future__ import annotations
 import platform
 import shlex
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import daop
 from daop import machine
 from daop.units import format_size
+
+if TYPE_CHECKING:
+    from typer import Context
 
 LIBRARIES = ("torch", "transformers", "numpy", "lightgbm", "pyarrow")
 PRIVATE = ("prompt",)
@@ -32,28 +35,22 @@ def about(command: str) -> dict[str, Any]:
     }
 
 
-def command_line() -> str:
+def command_line(context: Context) -> str:
     """The command under way, as one would type it again; private values are left out."""
-    import click
-
-    context = click.get_current_context(silent=True)
-    if context is None:
-        return ""
     words = ["daop", context.info_name or ""]
     for parameter in context.command.params:
         name = parameter.name or ""
-        if context.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE:
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
             continue
         value = context.params[name]
-        if isinstance(parameter, click.Argument):
+        if parameter.param_type_name == "argument":
             words.append(str(value))
-            continue
-        flag = parameter.opts[0]
-        if getattr(parameter, "is_flag", False):
-            words.append(flag if value else (parameter.secondary_opts or parameter.opts)[0])
-            continue
-        for one in value if isinstance(value, list | tuple) else [value]:
-            words += [flag, "..." if name in PRIVATE else str(one)]
+        elif getattr(parameter, "is_flag", False):
+            words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
+        else:
+            for one in value if isinstance(value, list | tuple) else [value]:
+                words += [parameter.opts[0], "..." if name in PRIVATE else str(one)]
     return shlex.join(words)
 
 

@@ -82,9 +82,11 @@ def stall_parts(rows: Rows) -> dict[str, list[float]]:
     }
 
 
-def byte_parts(rows: Rows) -> dict[str, list[float]]:
-    """Gigabytes moved while running, by what became of them."""
-    return {fate: [float(row["bytes"].get(fate, 0)) / 1e9 for row in rows] for fate in FATES}
+def byte_parts(rows: Rows) -> tuple[dict[str, list[float]], str]:
+    """What was moved while running, by what became of it, and the unit that suits it."""
+    most = max(sum(row["bytes"].get(fate, 0) for fate in FATES) for row in rows)
+    unit, name = (1e9, "GB") if most >= 1e9 else (1e6, "MB")
+    return {fate: [float(row["bytes"].get(fate, 0)) / unit for row in rows] for fate in FATES}, name
 
 
 def tokens_of(row: Mapping[str, Any]) -> int:

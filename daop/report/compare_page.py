@@ -13,6 +13,7 @@ from daop.report.page import Grid, Part, Section, render
 from daop.report.svg import figure
 from daop.report.tables import moved
 from daop.report.traffic_parts import forecast_part, residency_part, traffic_section
+from daop.units import format_size
 
 if TYPE_CHECKING:
     from daop.runtime.history import History
@@ -59,10 +60,9 @@ def verdict(rows: Sequence[Row]) -> str:
     """The result in a sentence per machine and budget."""
     said = []
     for group in _groups(rows):
-        real = [row for row in group if row["policy"] != "optimum"]
-        if not real:
+        if not (real := _real(group)):
             continue
-        best = max(real, key=lambda row: float(row["tokens_per_second"]))
+        best = max(real, key=_speed)
         place = f"{best['hardware']}, ECR {best['ecr']:g}"
         ratio, bound = best.get("ratio_to_best_static"), best.get("ratio_to_optimum")
         more = [] if ratio is None else [f"{ratio:.2f} times the best static placement"]
@@ -111,9 +111,21 @@ def _result(rows: Sequence[Row]) -> Grid:
             "hit rate",
             "stall, ms/token",
         ),
-        *("moved, GB", "useful, GB", "late, GB", "wasted, GB", "output"),
+        *("moved", "useful", "late", "wasted", "output"),
     )
-    return Grid(title="Every run", head=head, rows=[_cells(row) for row in rows])
+    best = {id(max(real, key=_speed)) for group in _groups(rows) if (real := _real(group))}
+    marked = frozenset(number for number, row in enumerate(rows) if id(row) in best)
+    title = "Every run; the fastest that can be run is in bold"
+    return Grid(title=title, head=head, rows=[_cells(row) for row in rows], marked=marked)
+
+
+def _real(rows: Sequence[Row]) -> list[Row]:
+    """Without the bound that knows the future."""
+    return [row for row in rows if row["policy"] != "optimum"]
+
+
+def _speed(row: Row) -> float:
+    return float(row["tokens_per_second"])
 
 
 def _cells(row: Row) -> list[str]:
@@ -130,8 +142,8 @@ def _cells(row: Row) -> list[str]:
         ),
         f"{row['hit_rate']:.3f}",
         f"{sum(row['stall_ms'].values()) / max(1, charts.tokens_of(row)):.2f}",
-        f"{moved(dict(row)) / 1e9:.2f}",
-        *(f"{row['bytes'][fate] / 1e9:.2f}" for fate in ("useful", "late", "wasted")),
+        format_size(moved(dict(row))),
+        *(format_size(int(row["bytes"][fate])) for fate in ("useful", "late", "wasted")),
         "exact" if row.get("exact", True) else "changed",
     ]
 
@@ -177,11 +189,12 @@ def _estimate(value: Mapping[str, Any]) -> str:
 def _setting(number: int, rows: Sequence[Row], color: Mapping[str, str], histories: Histories) -> Section:
     machine, share = str(rows[0]["hardware"]), float(rows[0]["ecr"])
     names = [str(row["policy"]) for row in rows]
+    stalls, (moves, unit) = charts.stall_parts(rows), charts.byte_parts(rows)
     parts = [
-        bars(f"stall-{number}", "Stalls by cause", names, charts.stall_parts(rows), "ms a token", charts.STALL_CAPTION),
-        bars(f"bytes-{number}", "Bytes moved", names, charts.byte_parts(rows), "GB", charts.BYTES_CAPTION),
+        bars(f"stall-{number}", "Stalls by cause", names, stalls, "ms a token", charts.STALL_CAPTION),
+        bars(f"bytes-{number}", "Bytes moved", names, moves, unit, charts.BYTES_CAPTION),
         hit_part(f"hits-{number}", rows, color),
-    ]  # fmt: skip
+    ]
     watched = {name: histories[machine, share, name] for name in names if (machine, share, name) in histories}
     judged = {name: history for name, history in watched.items() if history.forecasts.sum()}
     if judged:
@@ -195,8 +208,7 @@ def _setting(number: int, rows: Sequence[Row], color: Mapping[str, str], histori
 
 def _drawn(rows: Sequence[Row]) -> list[str]:
     """The fastest policies, the best static one among them."""
-    ordered = sorted(rows, key=lambda row: -float(row["tokens_per_second"]))
-    names = [str(row["policy"]) for row in ordered]
+    names = [str(row["policy"]) for row in sorted(_real(rows), key=_speed, reverse=True)]
     static = [name for name in names if name.startswith("static")][:1]
     return list(dict.fromkeys([*[n for n in names if n not in static][: MAPS - 1], *static]))
 

@@ -20,12 +20,12 @@ RESERVE = 20_000  # for the section that says what was left out
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """A table. Rows whose first cell is in ``marked`` are emphasised."""
+    """A table; the rows of these numbers are emphasised."""
 
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    marked: frozenset[str] = frozenset()
+    marked: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)

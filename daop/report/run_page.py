@@ -21,10 +21,10 @@ def run_page(figures: Mapping[str, Any], history: History, about: dict[str, Any]
     policy = str(figures["policy"])
     color = charts.colors([policy])
     rows = [[name.strip(), show(dict(figures))] for name, show in ROWS]
-    stalls, moved = charts.stall_parts([figures]), charts.byte_parts([figures])
+    stalls, (moves, unit) = charts.stall_parts([figures]), charts.byte_parts([figures])
     parts: list[Part] = [
         bars("stall", "Stalls by cause", [policy], stalls, "ms a token", charts.STALL_CAPTION),
-        bars("bytes", "Bytes moved", [policy], moved, "GB", charts.BYTES_CAPTION),
+        bars("bytes", "Bytes moved", [policy], moves, unit, charts.BYTES_CAPTION),
         hit_part("hits", [figures], color),
     ]
     if history.forecasts.sum():
@@ -32,9 +32,9 @@ def run_page(figures: Mapping[str, Any], history: History, about: dict[str, Any]
     parts.append(residency_part("map", policy, history))
     prefetches = ", ".join(f"{count:,} {fate}" for fate, count in figures["prefetches"].items())
     lead = (
-        f"{figures['tokens']['generated']:,} tokens at {figures['tokens_per_second']:.1f} tokens/s with policy "
-        f"{policy}, {figures['ecr']:.0%} of the experts in fast memory; {figures['hit_rate']:.1%} of the experts "
-        f"asked for in decode were there."
+        f"{figures['tokens']['generated']:,} tokens at {figures['tokens_per_second']:.1f} tokens/s with "
+        f"policy {policy}. {figures['ecr']:.0%} of the experts fit in fast memory, and "
+        f"{figures['hit_rate']:.1%} of those asked for in decode were there."
     )
     more = [("model", model), *geometry_facts(history.geometry), ("prefetches", prefetches)]
     sections = [

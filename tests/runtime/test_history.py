@@ -78,4 +78,4 @@ def test_a_policy_is_judged_by_what_it_expected_before() -> None:
     history.planned(step(1, [0, 1]), WORK)
     assert history.recall == 1.0
     history.reset()
-    assert (history.passes, history.recall, history.uses.sum()) == (0, None, 0)
+    assert (history.passes, history.wanted, history.uses.sum()) == (0, 0, 0)
