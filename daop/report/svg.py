@@ -48,7 +48,7 @@ STYLE: dict[str, Any] = {
 }
 
 
-def figure(key: str, alt: str, draw: Callable[[Axes], None], height: float = 2.8) -> str:
+def figure(key: str, alt: str, draw: Callable[[Axes], object], height: float = 2.8) -> str:
     """An ``<svg>`` of what ``draw`` puts on the axes. ``key`` is unique in the page, ``alt`` says what is
     seen to who cannot see it."""
     matplotlib, figures = _matplotlib()
