@@ -18,8 +18,8 @@ from daop.core import DaopError
 from daop.forward_watch import ForwardWatch
 from daop.generation import Generation, OnText, generate, stream
 from daop.runtime.checkpoint import Checkpoint, open_checkpoint
-from daop.runtime.machinery import STAGING, HostMachinery, Machinery
-from daop.runtime.memory import MemoryPlan, plan_memory
+from daop.runtime.experts import ExpertsFn
+from daop.runtime.machinery import Device, Machinery, Wishes, find_device
 from daop.runtime.model import build_model
 from daop.runtime.policies.base import Policy, make_policy
 from daop.runtime.profile import Profile
@@ -63,8 +63,6 @@ def load(
     the KV cache is planned for. ``threads`` sets how many
     compute, for torch as a whole. Raises DaopError with the remedy when something does not fit.
     """
-    if device != "host":
-        raise DaopError(f"--device {device} is not known here; known: host")
     say = progress or (lambda _, __: None)
     torch.manual_seed(seed)
     if threads is not None:
@@ -72,22 +70,16 @@ def load(
     say("reading the checkpoint's headers", 0.0)
     checkpoint = open_checkpoint(model)
     chosen = policy if isinstance(policy, Policy) else _policy(policy, policy_options, profile, checkpoint)
-    plan = plan_memory(
-        checkpoint,
-        fast_memory=fast_memory,
-        ecr=ecr,
-        context=context,
-        batch=batch,
-        staging=STAGING,
-        dtype=dtype,
+    wishes = Wishes(
+        fast_memory=fast_memory, ecr=ecr, context=context, batch=batch, dtype=dtype, direct_io=direct_io
     )
+    found = find_device(device, checkpoint, wishes)
     say("loading everything but the experts", 0.1)
     return Runtime(
         checkpoint,
-        plan,
+        found,
         chosen,
         policy_name=policy if isinstance(policy, str) else type(policy).__name__,
-        direct_io=direct_io,
         dtype=dtype,
         recorder=_recorder(trace, checkpoint, policy, trace_token_ids) if trace is not None else None,
         watchers=watchers,
@@ -125,34 +117,28 @@ class Runtime:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        plan: MemoryPlan,
+        device: Device,
         policy: Policy,
         *,
         policy_name: str,
-        direct_io: bool,
         dtype: str | None,
         recorder: Recorder | None,
         watchers: Sequence[Watcher],
         progress: Progress,
     ) -> None:
-        self.plan = plan
         self.policy_name = policy_name
         self.checkpoint = checkpoint
         self.geometry = checkpoint.geometry
-        self._built = build_model(checkpoint, self._experts, dtype=_torch_dtype(dtype))
-        self.model = self._built.model
+        self._run: ExpertsFn | None = None
+        built = build_model(checkpoint, self._experts, dtype=_torch_dtype(dtype), device=device.torch_device)
+        self.model = built.model
         self.tokenizer = _tokenizer(checkpoint.path)
         progress("filling the hot set", 0.6)
-        self._machinery: Machinery = HostMachinery(
-            checkpoint,
-            plan,
-            policy,
-            self._built,
-            direct_io=direct_io,
-            recorder=recorder,
-            watchers=watchers,
+        self._machinery: Machinery = device.set_up(
+            built, policy, use=self._use, recorder=recorder, watchers=watchers, told=progress
         )
-        self._executor = self._machinery.executor
+        self.plan = self._machinery.plan
+        self._executor = self._run = self._machinery.executor
         self._watch = ForwardWatch(self.model, self._executor)
         try:
             self._executor.start()
@@ -212,6 +198,7 @@ class Runtime:
 
     def statistics(self) -> dict[str, Any]:
         """Counters since the last reset: hits, bytes and stalls by cause, memory, policy cost."""
+        self._executor.settle()
         conductor = self._executor.conductor
         figures = conductor.statistics.as_dict()
         figures["bytes"]["pending"] = conductor.pending_bytes
@@ -232,6 +219,7 @@ class Runtime:
 
     def reset_statistics(self) -> None:
         """Counters start again; the hot set stays as it is."""
+        self._executor.settle()
         self._executor.conductor.statistics = Statistics(self.geometry)
         for watcher in self._executor.conductor.watchers:
             watcher.reset()
@@ -280,7 +268,12 @@ class Runtime:
         self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """What transformers' experts modules call."""
-        return self._executor(layer, hidden, ids, weights)
+        if self._run is None:
+            raise AssertionError("the model is called before its device is set up")
+        return self._run(layer, hidden, ids, weights)
+
+    def _use(self, run: ExpertsFn) -> None:
+        self._run = run
 
 
 def _torch_dtype(name: str | None) -> torch.dtype | None:

@@ -271,6 +271,10 @@ class Conductor:
         for watcher in self.watchers:
             watcher.span(track, what, begin, end, flats, layer, shares)
 
+    def settle(self) -> None:
+        """Take note of the transfers that have ended."""
+        self._settle()
+
     def abort(self, step: Step) -> None:
         """The step broke off and will not be finished; all transfers have ended."""
         self._settle()

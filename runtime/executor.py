@@ -79,6 +79,10 @@ class Executor(ABC):
         self._real = real
         self.conductor.begin(phase, rows, new_sequences)
 
+    def settle(self) -> None:
+        """Bring the statistics up to date with what is still under way."""
+        return
+
     def _step(self, layer: int, batch: Batch) -> Step:
         base = self._offsets[layer]
         return Step(

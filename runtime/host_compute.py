@@ -96,9 +96,13 @@ class HostExperts:
 
     def finish(self, batch: Batch) -> torch.Tensor:
         """[T, H] in the dtype of hidden: the sum over every token's experts."""
+        return self.total(batch).to(batch.hidden.dtype)
+
+    def total(self, batch: Batch) -> torch.Tensor:
+        """The same in float32, not rounded: for who adds something to it."""
         if batch.turn != len(batch.experts):
             raise ValueError(f"expert {batch.experts[batch.turn]} was chosen but not run")
-        return batch.sum.to(batch.hidden.dtype)
+        return batch.sum
 
     def _run_torch(self, batch: Batch, position: int, slot: torch.Tensor) -> torch.Tensor:
         pairs = batch.pairs_of(position)

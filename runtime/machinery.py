@@ -1,21 +1,26 @@
 """What of a loaded model depends on the device: memory, transfers, executor.
 
-``Machinery`` is what the front door needs of them; ``HostMachinery`` is the device ``host``, a hot set in RAM
-with files behind it.
-"""
+``Device`` is a device that could run a checkpoint, ``Machinery`` one that does. The device ``host``, a hot
+set in RAM with files behind it, is here; ``cuda`` in the folder of that name."""
 
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+import torch
+
+from daop.core import DaopError
 
 from .checkpoint import Checkpoint
 from .conductor import Conductor
 from .executor import Executor, HostExecutor
+from .experts import ExpertsFn
 from .files import FileReader
 from .host_compute import HostExperts
-from .memory import MemoryPlan
+from .memory import MemoryPlan, plan_memory
 from .model import BuiltModel
 from .policies.base import Policy
 from .recording import Recorder
@@ -26,11 +31,57 @@ from .statistics import Statistics
 from .transfers import CHUNK, FileTransfers
 from .watching import Watcher
 
+DEVICES = ("host", "cuda")
+
 READ_THREADS = 8
 """Reads in flight. An SSD needs several to reach its bandwidth; they sleep, so cores do not limit them."""
 
 STAGING = 4
 """Experts that are computed and dropped pass through so many buffers: one computed, the rest being read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What a run asks of its device: see ``daop.load``."""
+
+    fast_memory: int | str | None = None
+    ecr: float | None = None
+    context: int = 2048
+    batch: int = 1
+    dtype: str | None = None
+    direct_io: bool = False
+
+
+class Device(Protocol):
+    """A device that was found to be there and large enough for a checkpoint."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where everything but the routed experts lies."""
+
+    def set_up(
+        self,
+        built: BuiltModel,
+        policy: Policy,
+        *,
+        use: Callable[[ExpertsFn], None],
+        recorder: Recorder | None,
+        watchers: Sequence[Watcher],
+        told: Callable[[str, float], None],
+    ) -> Machinery:
+        """Allocate and connect. ``use`` sets what the model's experts modules call, for trials; what they
+        call in the end is the caller's to set."""
+
+
+def find_device(name: str, checkpoint: Checkpoint, wishes: Wishes) -> Device:
+    """The device of that name; raises DaopError if it is not there or the model does not fit."""
+    if name == "host":
+        return HostDevice(checkpoint, wishes)
+    if name == "cuda":
+        from .cuda.machinery import CudaDevice
+
+        return CudaDevice(checkpoint, wishes)
+    raise DaopError(f"--device {name} is not known; known: {', '.join(DEVICES)}")
 
 
 class Machinery(Protocol):
@@ -55,8 +106,50 @@ class Machinery(Protocol):
     def drop_cache(self) -> None:
         """Ask the kernel to forget what it cached of the checkpoint's files."""
 
+    def make_room(self) -> bool:
+        """Give up fast memory because there is too little beside it; False if there is none to give up."""
+
     def close(self) -> None:
         """End threads, free memory, close files. Safe to call twice."""
+
+
+class HostDevice:
+    """RAM, with files behind it."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self, checkpoint: Checkpoint, wishes: Wishes) -> None:
+        self._checkpoint = checkpoint
+        self._direct_io = wishes.direct_io
+        self.plan = plan_memory(
+            checkpoint,
+            fast_memory=wishes.fast_memory,
+            ecr=wishes.ecr,
+            context=wishes.context,
+            batch=wishes.batch,
+            staging=STAGING,
+            dtype=wishes.dtype,
+        )
+
+    def set_up(
+        self,
+        built: BuiltModel,
+        policy: Policy,
+        *,
+        use: Callable[[ExpertsFn], None],
+        recorder: Recorder | None,
+        watchers: Sequence[Watcher],
+        told: Callable[[str, float], None],
+    ) -> HostMachinery:
+        return HostMachinery(
+            self._checkpoint,
+            self.plan,
+            policy,
+            built,
+            direct_io=self._direct_io,
+            recorder=recorder,
+            watchers=watchers,
+        )
 
 
 class HostMachinery:
@@ -107,6 +200,9 @@ class HostMachinery:
 
     def drop_cache(self) -> None:
         self.reader.drop_cache()
+
+    def make_room(self) -> bool:
+        return False
 
     def close(self) -> None:
         self.transfers.close()

@@ -75,46 +75,62 @@ def plan_memory(
     staging: int = 4,
     dtype: str | None = None,
     limit: tuple[int, str] | None = None,
+    activations: int | None = None,
 ) -> MemoryPlan:
-    """The plan for a checkpoint on the device ``host``.
+    """The plan for a checkpoint: on the device ``host`` unless ``limit`` says otherwise.
 
     ``fast_memory``: bytes, a size like "2GiB", or "auto" (also what is done if neither it nor ``ecr`` is
-    given). ``staging``: buffers of each slot class for experts that are computed and dropped. ``dtype``:
-    that of the model outside its experts (None: what its configuration says). ``limit``: bytes that may be
-    used and who says so; by default what this machine and the containers around the process leave.
-    """
+    given). ``staging``: buffers of each slot class for experts that are computed and dropped. ``dtype``: that
+    of the model outside its experts (None: what its configuration says). ``limit``: bytes that may be used
+    and who says so; by default what this machine and the containers around the process leave.
+    ``activations``: what a prefill of the whole context was seen to take, KV cache included (None:
+    estimated)."""
     from daop.machine import read_memory
     from daop.runtime.kv_cache import kv_cache
 
-    if isinstance(fast_memory, str):
-        automatic = fast_memory.strip().lower() == "auto"
-        fast_memory = None if automatic else parse_size(fast_memory, "--fast-memory")
+    fast_memory = as_bytes(fast_memory)
     if context < 1 or batch < 1:
         raise DaopError(f"--context {context} and batch {batch} must both be at least 1")
     if limit is None:
         memory = read_memory()
         limit = (memory.usable, memory.source)
-    counts: dict[ExpertLayout, int] = {}  # a slot class is a layout, in order of appearance
-    for layout, count in zip(checkpoint.layouts, checkpoint.geometry.experts, strict=True):
-        counts[layout] = counts.get(layout, 0) + count
-    classes = [SlotClass(experts=count, slot_bytes=layout.nbytes) for layout, count in counts.items()]
+    classes = slot_classes_of(checkpoint)
     non_experts, itemsize = non_expert_memory(checkpoint, dtype)
     config = checkpoint.skeleton.model.config
     cache = kv_cache(checkpoint.skeleton.model, context=context, batch=batch, itemsize=itemsize)
-    largest = max(checkpoint.index.tensors[name].nbytes for name in checkpoint.other_tensors)
-    running = staging * sum(kind.slot_bytes for kind in classes) + activation_memory(
-        config, context=context, batch=batch, itemsize=itemsize
-    )
+    workspace = staging * sum(kind.slot_bytes for kind in classes)
+    if activations is None:
+        largest = max(checkpoint.index.tensors[name].nbytes for name in checkpoint.other_tensors)
+        workspace += activation_memory(config, context=context, batch=batch, itemsize=itemsize)
+        workspace = max(workspace, 2 * largest)  # while loading: one tensor as stored, and what is made of it
+    else:
+        workspace += max(0, activations - cache.total)
     return divide(
         classes=classes,
         non_experts=non_experts,
         kv_cache=cache.total,
-        workspace=max(running, 2 * largest),  # while loading: one tensor as stored, and what is made of it
+        workspace=workspace,
         limit=limit[0],
         limit_source=limit[1],
         fast_memory=fast_memory,
         ecr=ecr,
     )
+
+
+def as_bytes(fast_memory: int | str | None) -> int | None:
+    """``fast_memory`` as a number; None for "auto"."""
+    if not isinstance(fast_memory, str):
+        return fast_memory
+    automatic = fast_memory.strip().lower() == "auto"
+    return None if automatic else parse_size(fast_memory, "--fast-memory")
+
+
+def slot_classes_of(checkpoint: Checkpoint) -> list[SlotClass]:
+    """A slot class is a layout, in order of appearance."""
+    counts: dict[ExpertLayout, int] = {}
+    for layout, count in zip(checkpoint.layouts, checkpoint.geometry.experts, strict=True):
+        counts[layout] = counts.get(layout, 0) + count
+    return [SlotClass(experts=count, slot_bytes=layout.nbytes) for layout, count in counts.items()]
 
 
 def non_expert_memory(checkpoint: Checkpoint, dtype: str | None) -> tuple[int, int]:

@@ -27,7 +27,8 @@ class Residency:
     """Slots and states of all experts of a geometry.
 
     ``slots_of_class[c]`` is the number of slots of class ``c``; ``class_of_layer[l]`` the class of a
-    layer's experts. Slots are numbered from 0 within their class.
+    layer's experts. Slots are numbered from 0 within their class. Where a class has a slot for every one of
+    its experts, each always gets the same, in order, so that a layer's experts lie side by side.
     """
 
     def __init__(
@@ -38,10 +39,8 @@ class Residency:
         classes = list(class_of_layer) if class_of_layer is not None else [0] * geometry.layers
         total = geometry.total
         self.geometry = geometry
-        self.capacity = sum(slots_of_class)
         self.class_of = [classes[int(layer)] for layer in geometry.layer_of]
         self.slot_of = [-1] * total
-        self._free = [list(range(count - 1, -1, -1)) for count in slots_of_class]
         self._resident, self.resident = _flags(total)
         self._filling, self.filling = _flags(total)
         self._protected, self.protected = _flags(total)
@@ -54,6 +53,13 @@ class Residency:
         self.used_slots = 0
         self.held = [0] * geometry.layers  # slots that each layer's experts hold, resident or filling
         self._layer_of: list[int] = geometry.layer_of.tolist()
+        members = [0] * len(slots_of_class)
+        self._place_in_class = []
+        for kind in self.class_of:
+            self._place_in_class.append(members[kind])
+            members[kind] += 1
+        self._members = members
+        self.resize(slots_of_class)
 
     # -- questions -------------------------------------------------------------------------------
 
@@ -83,11 +89,24 @@ class Residency:
 
     # -- changes ---------------------------------------------------------------------------------
 
+    def resize(self, slots_of_class: Sequence[int]) -> None:
+        """So many slots from now on; no expert may hold one."""
+        if self.used_slots:
+            raise AssertionError("slots in use cannot be renumbered")
+        self.capacity = sum(slots_of_class)
+        self._free = [list(range(count - 1, -1, -1)) for count in slots_of_class]
+        self._complete = [
+            count >= members for count, members in zip(slots_of_class, self._members, strict=True)
+        ]
+
     def reserve(self, flat: int, *, speculative: bool) -> int:
         """Give ``flat`` a free slot and mark it filling; returns the slot."""
         if self._resident[flat] or self._filling[flat]:
             raise AssertionError(f"expert {self.geometry.pair(flat)} already has a slot")
-        slot = self._free[self.class_of[flat]].pop()
+        kind = self.class_of[flat]
+        slot = self._free[kind].pop()
+        if self._complete[kind]:
+            slot = self._place_in_class[flat]
         self.slot_of[flat] = slot
         self._filling[flat] = 1
         self._prefetched[flat] = speculative

@@ -1,0 +1,384 @@
+"""Runs the routed experts of every MoE layer on the device ``cuda``, with the CPU beside it.
+
+The request path of a layer, top to bottom: what the router chose, and what the next routers would choose,
+come to the host in one copy, the only thing that the host waits for. The conductor decides; copies start;
+resident experts are launched, those on their way behind marks that the device waits for; the CPU computes its
+share meanwhile from host memory; one sum in float32 joins both.
+
+Where every expert of the model is resident there is nothing to decide, and the host does not wait at all.
+
+Shape legend: T tokens, K experts per token, H hidden size, E experts of the layer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from daop.core import Forecast, Phase, Step
+from daop.runtime.batch import Batch, group
+from daop.runtime.checkpoint import Checkpoint
+from daop.runtime.conductor import Conductor, Work
+from daop.runtime.executor import Executor, Gates
+from daop.runtime.host_compute import HostExperts
+from daop.runtime.recording import Recorder
+
+from .arenas import HostWeights
+from .compute import WINDOW, DeviceBatch, DeviceExperts, Group, Sent, make_group
+from .mailbox import Inbox, Outbox
+from .slabs import DeviceMemory
+from .streams import Gpu, Mark
+from .transfers import LinkTransfers, Ticket
+
+BESIDE_BYTES = 1 << 20  # hidden states of so many bytes come along with the router's choice
+UNSEEN = 4096  # layers of which the host has not counted the requests, at most
+GROUP_BYTES = 16 << 20  # experts on their way are computed together in groups of so many bytes
+
+
+@dataclass(slots=True)
+class Launch:
+    """Experts computed together, from slots or staging slots of one class. ``tickets``: what they wait for,
+    under the ``cause``; ``next``: who takes over the staging slot."""
+
+    flats: list[int]
+    slots: list[int]
+    tickets: list[Ticket] = field(default_factory=list)
+    cause: str = ""
+    staged: bool = False
+    pinned: bool = True
+    next: Launch | None = None
+
+    @property
+    def prompt(self) -> bool:
+        """Whether launching it does not make the host wait for reads."""
+        return self.pinned and all(ticket.pinned for ticket in self.tickets)
+
+    def takes(self, ticket: Ticket) -> bool:
+        """Whether one more fits into the group."""
+        held = sum(other.nbytes for other in self.tickets)
+        return held + ticket.nbytes <= GROUP_BYTES and ticket.pinned == self.prompt
+
+
+class CudaExecutor(Executor):
+    """Computes routed experts from slots in HBM and host memory behind them.
+
+    ``device_compute[l]`` and ``host_compute[l]`` compute layer ``l``'s experts; ``shrink`` gives up a part of
+    the slots when the device's memory is used up, or raises DaopError."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: Checkpoint,
+        gpu: Gpu,
+        memory: DeviceMemory,
+        weights: HostWeights,
+        transfers: LinkTransfers,
+        conductor: Conductor,
+        device_compute: Sequence[DeviceExperts],
+        host_compute: Sequence[HostExperts],
+        gates: Gates,
+        shrink: Callable[[], None],
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(checkpoint, conductor, gates, recorder)
+        self._gpu = gpu
+        self._memory = memory
+        self._weights = weights
+        self._transfers = transfers
+        self._device = device_compute
+        self._host = host_compute
+        self._shrink = shrink
+        self._outbox = Outbox(gpu)
+        self._inbox = Inbox(gpu)
+        self._waits: list[tuple[str, Mark, Mark]] = []  # what the device waited for, not yet read off
+        self._counts: list[tuple[Phase, int, torch.Tensor]] = []  # choices that the host has not seen: [E]
+        self._calm = False  # every expert is resident
+        self._can_be_calm = all(compute.groups_from > 0 for compute in device_compute) and (
+            max(checkpoint.geometry.experts) <= WINDOW
+        )
+        self._host_weights: dict[int, torch.Tensor] = {}  # flat id -> its bytes
+
+    def start(self) -> None:
+        self._await(self.conductor.start())
+
+    def refill(self, flats: Sequence[int]) -> None:
+        """Bring these back into slots, as many as there are free ones."""
+        residency = self.conductor.residency
+        chosen = []
+        for flat in flats:
+            if residency.free_slots(flat):
+                self._transfers.fetch(flat, residency.reserve(flat, speculative=False), demand=True)
+                chosen.append(flat)
+        self._await(chosen)
+
+    def _await(self, flats: Sequence[int]) -> None:
+        for flat in flats:
+            self._transfers.join(self._transfers.ticket(flat))
+            self.conductor.arrived(flat)
+        self._gpu.synchronize()
+        self._look_whether_calm()
+
+    def _look_whether_calm(self) -> None:
+        residency = self.conductor.residency
+        self._calm = self._can_be_calm and bool(residency.resident.all())
+
+    @torch.inference_mode()
+    def __call__(
+        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H] in hidden's dtype."""
+        while True:
+            try:
+                if self._calm and self.recorder is None and hidden.dtype == torch.bfloat16:
+                    return self._run_calmly(layer, hidden, ids, weights)
+                return self._run_layer(layer, hidden, ids, weights)
+            except torch.OutOfMemoryError:
+                self._calm = False
+            self.shrink()
+
+    def shrink(self) -> None:
+        """Give up a part of the slots; raises DaopError if there is none left."""
+        self._counts.clear()
+        self._waits.clear()
+        self._shrink()
+        self._look_whether_calm()
+
+    # -- everything is resident --------------------------------------------------------------------
+
+    def _run_calmly(
+        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        compute = self._device[layer]
+        slab = self._memory.slabs[self._memory.class_of_layer[layer]]
+        batch = compute.begin(hidden, weights)
+        first = self.conductor.residency.slot_of[self._offsets[layer]]
+        counts = compute.run_all(batch, slab, first, self.checkpoint.geometry.experts[layer], ids)
+        self._counts.append((self._phase, layer, counts))
+        if len(self._counts) >= UNSEEN:
+            self._settle_counts()
+        return compute.finish(batch)
+
+    def settle(self) -> None:
+        self._gpu.synchronize()
+        self._settle_counts()
+        self._read_off_waits()
+
+    def _settle_counts(self) -> None:
+        """Count the requests that the host did not see when they were served."""
+        if not self._counts:
+            return
+        counts, self._counts = self._counts, []
+        (seen,) = self._outbox.bring([torch.cat([chosen for *_, chosen in counts])])
+        for (phase, layer, _), chosen in zip(
+            counts, torch.split(seen, [len(chosen) for *_, chosen in counts]), strict=True
+        ):
+            self.conductor.statistics.count(phase, layer, int((chosen > 0).sum()), 0, 0)
+
+    # -- the usual way -----------------------------------------------------------------------------
+
+    def _run_layer(
+        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        clock = time.perf_counter
+        statistics = self.conductor.statistics
+        hidden = hidden.contiguous()
+        batch, on_host, forecasts = self._bring(layer, hidden, ids, weights)
+        step = self._step(layer, batch)
+        began = clock()
+        work = self.conductor.plan(step)
+        self.conductor.look_ahead(step, forecasts)
+        self._transfers.kick()
+        statistics.policy_seconds += clock() - began
+        stall = self._read_off_waits()
+        try:
+            out, computed = self._run(step, work, batch, hidden, weights, on_host)
+        except BaseException:
+            self._abort(step)
+            raise
+        ended = clock()
+        statistics.compute_seconds += computed
+        self.conductor.finish(step, work, stall, computed)
+        if not self._calm and self.conductor.residency.used_slots == self.checkpoint.geometry.total:
+            self._look_whether_calm()
+        statistics.policy_seconds += clock() - ended
+        return out
+
+    def _bring(
+        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[Batch, torch.Tensor | None, list[Forecast]]:
+        """The router's choice, the forecasts, and hidden if it is small, on the host: one copy, one wait."""
+        ahead = self._look_ahead(layer, hidden)
+        tensors = [ids, weights.float(), *(chance for _, chance in ahead)]
+        if hidden.numel() * hidden.element_size() <= BESIDE_BYTES:
+            tensors.append(hidden)
+        seen = self._outbox.bring(tensors)
+        self._inbox.reset()
+        self._transfers.settled()
+        forecasts = [
+            Forecast(coming, chance.numpy().copy())
+            for (coming, _), chance in zip(ahead, seen[2:], strict=False)
+        ]
+        on_host = seen[-1] if len(seen) > 2 + len(ahead) else None
+        if self.recorder is not None:
+            self._record(self.recorder, layer, seen[0], seen[1])
+        nothing = torch.empty(len(ids), 0)  # the rows stay on the device
+        batch = group(nothing, seen[0], seen[1].clone(), self.checkpoint.geometry.experts[layer])
+        return batch, on_host, forecasts
+
+    def _run(
+        self,
+        step: Step,
+        work: Work,
+        batch: Batch,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        on_host: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, float]:
+        """Launch what the device computes, compute the host's share, join them. Returns the result, and the
+        seconds in which this thread launched and computed."""
+        began = time.perf_counter()
+        away = [flat for flat in work.host if not self._weights.in_ram(flat)]
+        here = [flat for flat in work.host if self._weights.in_ram(flat)]
+        streams = self._streams(step, [*work.stream, *away])
+        launches = [*self._launches(step, work), *streams]
+        compute = self._device[step.layer]
+        on_device = compute.begin(hidden, weights)
+        groups = [make_group(launch.slots, self._pairs(batch, step, launch.flats)) for launch in launches]
+        todo = list(zip(launches, groups, self._send(groups), strict=True))
+        slow = [item for item in todo if not item[0].prompt]
+        for item in todo:
+            if item[0].prompt:
+                self._launch(step, compute, on_device, *item)
+        beside = None
+        if here:
+            ready = self._gpu.mark_compute(timed=True)
+            if on_host is None:
+                on_host = self._outbox.bring_large(hidden)
+            beside = self._inbox.send_large(self._compute_on_host(step, here, batch, on_host))
+            self._waits.append(("host", ready, self._gpu.mark_compute(timed=True)))
+        for item in slow:
+            self._launch(step, compute, on_device, *item)
+        return compute.finish(on_device, beside), time.perf_counter() - began
+
+    def _launches(self, step: Step, work: Work) -> list[Launch]:
+        """What the device computes from slots, in the order in which it becomes readable."""
+        slot_of = self.conductor.residency.slot_of
+        out: list[Launch] = []
+        if work.ready:
+            out.append(Launch(list(work.ready), [slot_of[flat] for flat in work.ready]))
+        for index, flat in enumerate(work.coming):
+            cause = "late" if index < work.late else "demand"
+            ticket = self._transfers.ticket(flat)
+            last = out[-1] if out else None
+            if last is not None and last.cause == cause and last.takes(ticket):
+                last.flats.append(flat)
+                last.slots.append(slot_of[flat])
+                last.tickets.append(ticket)
+            else:
+                out.append(Launch([flat], [slot_of[flat]], [ticket], cause))
+        return out
+
+    def _streams(self, step: Step, flats: Sequence[int]) -> list[Launch]:
+        """What the device computes from staging slots. The first copies start at once, each further one when
+        the computation before it in its slot has been launched."""
+        slots = self._memory.staging[self._memory.class_of_layer[step.layer]].count
+        out = [
+            Launch(
+                [flat],
+                [index % slots],
+                [self._transfers.stream(flat, index)] if index < slots else [],
+                "demand",
+                staged=True,
+                pinned=self._weights.is_pinned(flat),
+            )
+            for index, flat in enumerate(flats)
+        ]
+        for before, behind in zip(out, out[slots:], strict=False):
+            before.next = behind
+        self._transfers.kick()
+        return out
+
+    def _launch(
+        self,
+        step: Step,
+        compute: DeviceExperts,
+        batch: DeviceBatch,
+        launch: Launch,
+        what: Group,
+        sent: Sent,
+    ) -> None:
+        """Launch one group behind what it waits for."""
+        kind = self._memory.class_of_layer[step.layer]
+        slab = self._memory.staging[kind] if launch.staged else self._memory.slabs[kind]
+        if launch.tickets:
+            before = self._gpu.mark_compute(timed=True)
+            for ticket in launch.tickets:
+                self._transfers.join(ticket)
+                if ticket.slotted:
+                    self.conductor.arrived(ticket.flat)
+            self._waits.append((launch.cause, before, self._gpu.mark_compute(timed=True)))
+        compute.run(batch, slab, what, sent)
+        self._transfers.used([slab.address(slot) for slot in launch.slots])
+        if launch.next is not None:
+            launch.next.tickets.append(self._transfers.stream(launch.next.flats[0], launch.slots[0]))
+            self._transfers.kick()
+
+    def _send(self, groups: Sequence[Group]) -> list[Sent]:
+        """All groups' tables in one copy."""
+        arrays = [what.arrays() for what in groups]
+        flat = self._inbox.send([array for some in arrays for array in some])
+        out, at = [], 0
+        for some in arrays:
+            pairs, slots, *ends = flat[at : at + len(some)]
+            out.append(Sent(pairs, slots, ends))
+            at += len(some)
+        return out
+
+    def _pairs(self, batch: Batch, step: Step, flats: Sequence[int]) -> list[NDArray[np.int64]]:
+        base = self._offsets[step.layer]
+        positions = [batch.positions[flat - base] for flat in flats]
+        return [batch.pairs[batch.starts[at] : batch.starts[at + 1]] for at in positions]
+
+    def _compute_on_host(
+        self, step: Step, flats: Sequence[int], batch: Batch, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, H] float32: the sum over the experts that the CPU computes, from where they lie."""
+        base = self._offsets[step.layer]
+        count = self.checkpoint.geometry.experts[step.layer]
+        ids = torch.full((step.rows * batch.top_k,), count)  # padding, but for the host's share
+        for flat, pairs in zip(flats, self._pairs(batch, step, flats), strict=True):
+            ids[torch.from_numpy(pairs)] = flat - base
+        compute = self._host[step.layer]
+        weights = batch.weights.view(step.rows, batch.top_k)
+        share = compute.begin(hidden, ids.view(step.rows, batch.top_k), weights)
+        compute.run(share, [flat - base for flat in flats], [self._bytes(flat) for flat in flats])
+        return compute.total(share)
+
+    def _bytes(self, flat: int) -> torch.Tensor:
+        """An expert's bytes in host memory."""
+        known = self._host_weights.get(flat)
+        if known is None:
+            known = self._host_weights[flat] = torch.from_numpy(self._weights.array(flat))
+        return known
+
+    def _read_off_waits(self) -> float:
+        """Book the times that the device waited, of layers that have ended; returns their sum, seconds."""
+        total = 0.0
+        for cause, first, last in self._waits:
+            waited = self._gpu.seconds(first, last)
+            self.conductor.statistics.stall_seconds[cause] += waited
+            total += waited
+        self._waits.clear()
+        return total
+
+    def _abort(self, step: Step) -> None:
+        """A run broke off: let every copy end before its slot can be used for something else."""
+        self._transfers.wait_idle()
+        self._gpu.synchronize()
+        self._waits.clear()
+        self.conductor.abort(step)

@@ -1,0 +1,120 @@
+"""Runs on the device cuda, or on its stand-in: what the tests of the device share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from cuda_standin import StandIn
+
+import daop
+from daop.api import Runtime, _policy
+from daop.runtime.checkpoint import open_checkpoint
+from daop.runtime.cuda.compute import DeviceBatch, DeviceExperts, Group, Sent
+from daop.runtime.cuda.machinery import CudaDevice, CudaMachinery
+from daop.runtime.cuda.slabs import DeviceSlab
+from daop.runtime.machinery import Wishes
+from daop.runtime.policies.base import Policy
+
+
+def open_standin(
+    model: Path,
+    gpu: StandIn,
+    policy: str | Policy,
+    slots: int | None,
+    *,
+    ram: int = 1 << 40,
+    dtype: str | None = None,
+) -> Runtime:
+    """A runtime on the stand-in with so many slots of the first layer's size (None: as many as there are)."""
+    checkpoint = open_checkpoint(model)
+    asked = None if slots is None else slots * checkpoint.layouts[0].nbytes
+    device = CudaDevice(checkpoint, Wishes(fast_memory=asked, context=64, dtype=dtype), gpu=gpu, ram=ram)
+    chosen = policy if isinstance(policy, Policy) else _policy(policy, None, None, checkpoint)
+    runtime = Runtime(
+        checkpoint,
+        device,
+        chosen,
+        policy_name=str(policy),
+        dtype=dtype,
+        recorder=None,
+        watchers=(),
+        progress=lambda _, __: None,
+    )
+    watch_reads(runtime, gpu)
+    poison(runtime)
+    return runtime
+
+
+def machinery(runtime: Runtime) -> CudaMachinery:
+    found = runtime._machinery
+    assert isinstance(found, CudaMachinery)
+    return found
+
+
+def watch_reads(runtime: Runtime, gpu: StandIn) -> None:
+    """Tell the stand-in which slots every computation reads."""
+    for one in machinery(runtime).compute:
+        if isinstance(one.run, Watched):
+            continue
+        one.run = Watched(gpu, one)  # type: ignore[method-assign]
+
+
+class Watched:
+    """``DeviceExperts.run`` that is noted."""
+
+    def __init__(self, gpu: StandIn, experts: DeviceExperts) -> None:
+        self.gpu = gpu
+        self.inner = experts.run
+
+    def __call__(self, batch: DeviceBatch, slab: DeviceSlab, group: Group, sent: Sent) -> None:
+        self.gpu.note_reads((slab.address(slot), slab.layout.nbytes) for slot in group.slots)
+        self.inner(batch, slab, group, sent)
+
+
+def poison(runtime: Runtime) -> None:
+    """Fill what holds no expert with NaN: a byte that is computed with before it was copied shows."""
+    memory = machinery(runtime).memory
+    residency = runtime._machinery.residency
+    for slab in memory.staging:
+        slab.tensor.fill_(0xFF)
+    for kind, slab in enumerate(memory.slabs):
+        held = {
+            residency.slot_of[flat]
+            for flat in range(runtime.geometry.total)
+            if residency.class_of[flat] == kind and residency.slot_of[flat] >= 0
+        }
+        for slot in range(slab.count):
+            if slot not in held:
+                slab.tensor[slot].fill_(0xFF)
+
+
+def standin(seed: int | None = 0, **options: Any) -> StandIn:
+    return StandIn(None if seed is None else Random(seed), **options)
+
+
+def generate(
+    runtime: Runtime, prompts: Sequence[Sequence[int]], steps: int, batch: int = 1
+) -> list[list[int]]:
+    groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
+    return [answer.token_ids for group in groups for answer in runtime.generate(group, steps)]
+
+
+def gpu_reason() -> str:
+    """Why nothing can run on CUDA here; '' if it can."""
+    from daop.runtime.cuda.device import find_problem, read_facts
+
+    return find_problem(read_facts())
+
+
+def open_device(kind: str, model: Path, gpu: StandIn, policy: str | Policy, slots: int | None) -> Runtime:
+    """On the stand-in, or on the real device."""
+    if kind == "standin":
+        return open_standin(model, gpu, policy, slots)
+    asked = None if slots is None else slots * open_checkpoint(model).layouts[0].nbytes
+    runtime = daop.load(model, device="cuda", policy=policy, fast_memory=asked, context=64)
+    torch.cuda.synchronize()
+    return runtime
