@@ -18,9 +18,12 @@ from daop.core import DaopError
 from daop.forward_watch import ForwardWatch
 from daop.generation import Generation, OnText, generate, stream
 from daop.runtime.checkpoint import Checkpoint, open_checkpoint
+from daop.runtime.early import ApproximateExperts, EarlyResults
 from daop.runtime.experts import ExpertsFn
+from daop.runtime.input_correction import InputCorrection
 from daop.runtime.machinery import Device, Machinery, Wishes, find_device
-from daop.runtime.model import build_model
+from daop.runtime.model import BuiltModel, build_model
+from daop.runtime.policies.approximate import Approximate
 from daop.runtime.policies.base import Policy, make_policy
 from daop.runtime.profile import Profile
 from daop.runtime.recording import Recorder
@@ -139,7 +142,8 @@ class Runtime:
         )
         self.plan = self._machinery.plan
         self._executor = self._run = self._machinery.executor
-        self._watch = ForwardWatch(self.model, self._executor)
+        self._early = self._early_results(policy, built) if isinstance(policy, Approximate) else None
+        self._watch = ForwardWatch(self.model, self._executor, self._early)
         try:
             self._executor.start()
         except BaseException:
@@ -147,6 +151,19 @@ class Runtime:
             raise
         self._bytes_at_reset = self._machinery.bytes_read
         progress("ready", 1.0)
+
+    def _early_results(self, policy: Approximate, built: BuiltModel) -> EarlyResults:
+        """What carries an approximate policy out, between the model and the executor."""
+        forms = built.forms
+        early = EarlyResults(
+            policy,
+            built,
+            self.geometry,
+            correction=InputCorrection.of(policy.profile, forms[0].hidden),
+            scales_input=any(form.scales_input for form in forms),
+        )
+        self._run = ApproximateExperts(self._executor, early)
+        return early
 
     # -- generation ------------------------------------------------------------------------------
 
@@ -240,7 +257,7 @@ class Runtime:
 
     def approximated(self) -> NDArray[np.int64] | None:
         """[B, 2] approximated and all expert calls in decode of each running sequence; None: all exact."""
-        return None
+        return None if self._early is None else self._early.calls.copy()
 
     def drop_cache(self) -> None:
         """Ask the kernel to forget what it cached of the checkpoint's files."""

@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from daop.core import Phase
+from daop.runtime.announcing import ForecastTap
+from daop.runtime.early import EarlyResults
 from daop.runtime.executor import Executor
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")  # transformers renamed it within version 5
@@ -19,8 +21,16 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")  # transformers renamed it within
 class ForwardWatch:
     """Hooks on a model that announce its forward passes to an executor and its recorder."""
 
-    def __init__(self, model: torch.nn.Module, executor: Executor) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        executor: Executor,
+        early: EarlyResults | None = None,
+        tap: ForecastTap | None = None,
+    ) -> None:
         self._executor = executor
+        self._early = early
+        self._tap = tap
         self._sequence = 0  # number of the running batch's first sequence in the trace
         self._ended: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self._model = model
@@ -43,17 +53,25 @@ class ForwardWatch:
         phase = Phase.DECODE if length == 1 and seen > 0 else Phase.PREFILL
         new = rows if seen == 0 else 0
         recorder = self._executor.recorder
-        if recorder is None:
+        if recorder is None and self._early is None:
             self._executor.begin_forward(phase, rows * length, new)
             return
         positions, real = _positions(kwargs, rows, length, seen)
+        if self._early is not None:
+            self._early.begin(phase, rows * length, rows, new > 0, real)
+        if recorder is None:
+            self._executor.begin_forward(phase, rows * length, new)
+            return
         sequences = np.arange(self._sequence, self._sequence + rows, dtype=np.int32).repeat(length)
         ids = tokens.reshape(-1).cpu().numpy() if tokens.dim() == 2 else None
         if new:
             self._ended = np.zeros(rows, dtype=np.bool_)
         elif rows > 1 and ids is not None and phase is Phase.DECODE:
             real = real[~self._has_ended(ids)[real]]
-        self._executor.begin_forward(phase, rows * length, new, None if len(real) == rows * length else real)
+        some = None if len(real) == rows * length else real
+        self._executor.begin_forward(phase, rows * length, new, some)
+        if self._tap is not None:
+            self._tap.begin(phase, some)
         recorder.begin_forward(phase, sequences[real], positions[real], None if ids is None else ids[real])
 
     def _has_ended(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:

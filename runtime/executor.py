@@ -48,6 +48,7 @@ class Executor(ABC):
         self.checkpoint = checkpoint
         self.conductor = conductor
         self.recorder = recorder
+        self.records_routing = True  # False: whoever calls the executor records what the tokens chose
         self._gates = gates
         self._offsets = checkpoint.geometry.offsets
         self._layers = checkpoint.geometry.layers
@@ -102,7 +103,14 @@ class Executor(ABC):
             self._checked[flat] = 1
 
     def _record(self, recorder: Recorder, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        chosen, shares = ids.numpy(), weights.float().numpy()
+        if self.records_routing:
+            self.record_routing(recorder, layer, ids, weights)
+
+    def record_routing(
+        self, recorder: Recorder, layer: int, ids: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        """Tell a trace what the tokens of this pass chose, padding left out."""
+        chosen, shares = ids.cpu().numpy(), weights.float().cpu().numpy()
         if self._real is not None:
             chosen, shares = chosen[self._real], shares[self._real]
         recorder.record(layer, chosen, shares)

@@ -59,6 +59,12 @@ class BuiltModel:
         router = self.routers[layer]
         return None if router is None else router.scores(x)
 
+    def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """[T, H] -> what that layer's own router answers: ids [T, K], weights [T, K], and the softmax of its
+        logits [T, E]; None if the router is not known or does not tell."""
+        router = self.routers[layer]
+        return None if router is None else router.route(x)
+
     def router_input(self, layer: int) -> torch.Tensor | None:
         """What the layer's router saw, [T, H], while the layer runs; None after another router ran."""
         return self.last_input.hidden if self.last_input.layer == layer else None

@@ -36,3 +36,13 @@ class Recorder(Protocol):
 
     def keep_partial(self) -> None:
         """Stop after an error: what is complete is kept, marked as unfinished."""
+
+
+class ForecastRecorder(Protocol):
+    """Receives, beside the routing, how the next layer was announced."""
+
+    def record_forecast(
+        self, layer: int, distances: NDArray[Any], ids: NDArray[Any], weights: NDArray[Any]
+    ) -> None:
+        """Of one MoE layer of a decode pass: relative distance [T] of the announced input from the true one;
+        the experts [T, K] that the layer's router named for it, and their weights [T, K]."""

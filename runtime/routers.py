@@ -57,6 +57,28 @@ class Router:
     @torch.no_grad()
     def scores(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> float32 [T, E]; the chosen experts score 1 to 2, the others 0 to 1, by logit."""
+        _, ids, scores = self._ask(x)
+        if ids is not None:
+            scores.scatter_add_(-1, ids, torch.ones_like(ids, dtype=scores.dtype))
+        return scores
+
+    @torch.no_grad()
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """[T, H] -> ids [T, K], router weights [T, K], softmax of the logits [T, E]; None where the family's
+        router does not tell ids and weights."""
+        tensors, ids, scores = self._ask(x)
+        if ids is None:
+            return None
+        for tensor in tensors:
+            if tensor.is_floating_point() and tensor.shape == ids.shape:
+                return ids, tensor, scores
+        for tensor in tensors[1:]:  # weights of all experts, zero where not chosen
+            if tensor.is_floating_point() and tensor.shape == scores.shape:
+                return ids, tensor.gather(-1, ids), scores
+        return None
+
+    def _ask(self, x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor]:
+        """What the router answers [T, ...], the ids among it, and the softmax of its logits [T, E]."""
         extras = (getattr(self._block, name) for name in self._extras)
         out = self.module.forward(x[None] if self._last.batched else x, *extras)
         # [T, ...] each; some routers give back the batch axis that they were given.
@@ -67,7 +89,4 @@ class Router:
         ]
         # (logits, weights, ids) in most families; (scores, logits) in llama4; logits alone in dbrx.
         logits = full[0] if ids is not None else full[-1]
-        scores = logits.float().softmax(dim=-1)
-        if ids is not None:
-            scores.scatter_add_(-1, ids, torch.ones_like(ids, dtype=scores.dtype))
-        return scores
+        return tensors, ids, logits.float().softmax(dim=-1)

@@ -7,6 +7,8 @@ Definitions (they stand in the documentation too):
     miss        neither
     useful      bytes of prefetches whose expert was used after arriving in time
     wasted      bytes moved by prefetches whose expert was given up, or cut off, before any use
+    approximate calls (one expert for one token, in decode) under a policy that is not exact: in all, on an
+                announced input, added a layer late, of an expert that the router did not choose, any of these
     stall       time in which a layer's computation had nothing to do but wait, by cause
 """
 
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 from daop.core import Geometry, Phase
 
 CAUSES = ("demand", "late", "host", "forecast")
+APPROXIMATE = ("calls", "early", "late", "replaced", "approximated")
 
 
 @dataclass
@@ -54,6 +57,7 @@ class Statistics:
     failed_prefetches: int = 0
     host_experts: int = 0
     streamed_experts: int = 0
+    approximate: dict[str, int] = field(default_factory=lambda: dict.fromkeys(APPROXIMATE, 0))
 
     def __post_init__(self) -> None:
         shape = (2, self.geometry.layers)
@@ -100,6 +104,7 @@ class Statistics:
             "failed_prefetches": self.failed_prefetches,
             "experts_computed_in_place": self.host_experts,
             "experts_streamed": self.streamed_experts,
+            "approximate": dict(self.approximate),
             "stall_ms": {cause: seconds * 1e3 for cause, seconds in self.stall_seconds.items()},
             "compute_ms": self.compute_seconds * 1e3,
             "policy_us_per_layer": self.policy_seconds / self.steps * 1e6 if self.steps else 0.0,

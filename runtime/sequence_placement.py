@@ -1,0 +1,97 @@
+"""Where a sequence's experts would lie if it were alone: fixed at the start, swapped by its own prompt.
+
+An approximate policy must know which calls "are on the CPU". What is resident depends on everybody's
+requests, so it does not ask that: it keeps this book for each sequence, made of the placement at the start
+and the sequence's own prefill. For one sequence at a time the two agree, once the swaps have landed.
+
+The swap is DAOP's (arXiv 2501.10375, step 2): per layer the E/2 busiest experts behind the link are paired,
+in order, with the E/2 idlest resident ones, and a pair is swapped if the first has more than ``margin`` times
+the tokens of the second. It always starts from the placement at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from daop.core import BoolArray, Geometry
+
+Counts = NDArray[np.int64]
+
+
+def swapped(resident: BoolArray, counts: Counts, margin: float) -> BoolArray:
+    """[E] which of a layer's experts are resident after the swaps for tokens ``counts`` [E]."""
+    half = len(resident) // 2
+    outside, inside = np.flatnonzero(~resident), np.flatnonzero(resident)
+    busy = outside[np.argsort(-counts[outside], kind="stable")][:half]
+    idle = inside[np.argsort(counts[inside], kind="stable")][:half]
+    n = min(len(busy), len(idle))
+    busy, idle = busy[:n], idle[:n]
+    swap = counts[busy] > margin * counts[idle]
+    out = resident.copy()
+    out[busy[swap]] = True
+    out[idle[swap]] = False
+    return out
+
+
+class SequencePlacement:
+    """``chosen``: flat ids resident at the start; ``margin`` None: nothing is ever swapped."""
+
+    def __init__(self, geometry: Geometry, chosen: Sequence[int], margin: float | None) -> None:
+        self._offsets = geometry.offsets
+        start = np.zeros(geometry.total, dtype=np.bool_)
+        start[np.asarray(list(chosen), dtype=np.int64)] = True
+        self.start = [start[a:b] for a, b in zip(self._offsets, self._offsets[1:], strict=False)]
+        self._margin = margin
+        self._counts: dict[int, list[Counts]] = {}
+        self._behind: dict[tuple[int, int], BoolArray] = {}
+
+    def open(self, sequences: Sequence[int]) -> None:
+        """New sequences begin; what was known of their numbers is forgotten."""
+        for sequence in sequences:
+            self._counts[sequence] = [np.zeros(len(layer), dtype=np.int64) for layer in self.start]
+            for layer in range(len(self.start)):
+                self._behind.pop((sequence, layer), None)
+
+    def forget_all(self) -> None:
+        self._counts.clear()
+        self._behind.clear()
+
+    def prompt(self, layer: int, ids: NDArray[Any], sequences: NDArray[Any]) -> None:
+        """Prefill tokens of ``sequences`` [T] chose ``ids`` [T, K]."""
+        if self._margin is None:
+            return
+        experts = len(self.start[layer])
+        for sequence in np.unique(sequences).tolist():
+            if sequence not in self._counts:
+                self.open([sequence])
+            mine = ids[sequences == sequence].ravel()
+            mine = mine[(mine >= 0) & (mine < experts)]
+            self._counts[sequence][layer] += np.bincount(mine, minlength=experts)
+            self._behind.pop((sequence, layer), None)
+
+    def after(self, layer: int, counts: Counts) -> BoolArray:
+        """[E] what is resident after the swaps for ``counts``."""
+        start = self.start[layer]
+        return start if self._margin is None else swapped(start, counts, self._margin)
+
+    def behind(self, layer: int, sequences: Sequence[int]) -> BoolArray:
+        """[T, E] the experts that lie behind the link for each row's sequence."""
+        return np.stack([self._of(layer, sequence) for sequence in sequences])
+
+    def calls_behind(self, layer: int, sequences: Sequence[int], ids: NDArray[Any]) -> BoolArray:
+        """[T, K] which calls go behind the link."""
+        known = np.minimum(np.maximum(ids, 0), len(self.start[layer]) - 1)
+        out: BoolArray = np.take_along_axis(self.behind(layer, sequences), known, axis=1) & (known == ids)
+        return out
+
+    def _of(self, layer: int, sequence: int) -> BoolArray:
+        known = self._behind.get((sequence, layer))
+        if known is None:
+            counts = self._counts.get(sequence)
+            known = ~(self.start[layer] if counts is None else self.after(layer, counts[layer]))
+            self._behind[sequence, layer] = known
+        return known
