@@ -34,6 +34,8 @@ from daop.units import parse_size
 STATIC = ("static", "static_front", "static_frequency")
 BOUND = "optimum"
 Told = Callable[[str, float], None]
+Watch = Callable[[str, float, str], Sequence[Watcher]]
+"""Who watches the run of a policy: (machine, ECR, policy) -> watchers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +168,7 @@ def simulate(
     setting: Setting,
     policies: Sequence[str],
     told: Told | None = None,
+    watch: Watch | None = None,
 ) -> list[dict[str, Any]]:
     """One row per policy of ``policies``, in their order."""
     asked = list(dict.fromkeys([*policies, *STATIC, BOUND]))
@@ -173,7 +176,9 @@ def simulate(
     for at, name in enumerate(asked):
         if told is not None:
             told(f"{setting.hardware.hardware.name}, ECR {setting.ecr:g}: {name}", at / len(asked))
-        found[name] = simulate_one(traffic, profile, setting, name)
+        known = setting.hardware.hardware.name, setting.ecr, name
+        watchers = watch(*known) if watch is not None and name in policies else ()
+        found[name] = simulate_one(traffic, profile, setting, name, watchers)
     best = max(found[name]["tokens_per_second"] for name in STATIC)
     bound = found[BOUND]["tokens_per_second"]
     for row in found.values():
@@ -182,9 +187,15 @@ def simulate(
     return [found[name] for name in policies]
 
 
-def simulate_one(traffic: Traffic, profile: Profile | None, setting: Setting, name: str) -> dict[str, Any]:
+def simulate_one(
+    traffic: Traffic,
+    profile: Profile | None,
+    setting: Setting,
+    name: str,
+    watchers: Sequence[Watcher] = (),
+) -> dict[str, Any]:
     """The row of one policy, its ratios still missing."""
-    simulator = _simulator(traffic, profile, setting, name)
+    simulator = _simulator(traffic, profile, setting, name, watchers)
     run = simulator.run(traffic, setting.batch)
     policy = simulator.policy
     return {

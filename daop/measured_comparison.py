@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from daop.comparison import Watch
 from daop.core import DaopError
 from daop.prompts import encode, read_prompts
 from daop.runtime.policies.base import POLICIES, make_policy
 from daop.runtime.profile import Profile
+from daop.runtime.watching import Watcher
 
 Told = Callable[[str, float], None]
 
@@ -30,8 +32,12 @@ def measure(
     direct_io: bool,
     profile: Path | None,
     told: Told,
+    watch: Watch | None = None,
 ) -> list[dict[str, Any]]:
-    """One row per budget and policy: medians over ``repeats`` runs, and their spread."""
+    """One row per budget and policy: medians over ``repeats`` runs, and their spread.
+
+    What ``watch`` gives watches one further run of each, which is not timed.
+    """
     if prompts is None:
         raise DaopError("--model needs --prompts, a file of text or JSONL to generate from")
     asked = read_prompts(prompts)
@@ -45,6 +51,11 @@ def measure(
             for name in policies:
                 told(f"ECR {share:g}, run {repeat + 1} of {repeats}: {name}", 0.0)
                 runs[name].append(_run(model, asked, share, name, max_new_tokens, direct_io, profile))
+        if watch is not None:
+            for name in policies:
+                told(f"ECR {share:g}, a run to be watched, not timed: {name}", 0.0)
+                watchers = watch("this machine", share, name)
+                _run(model, asked, share, name, max_new_tokens, direct_io, profile, watchers)
         _check_tokens(runs)
         rows += _rows(share, runs)
     return rows
@@ -58,6 +69,7 @@ def _run(
     max_new_tokens: int,
     direct_io: bool,
     profile: Path | None,
+    watchers: Sequence[Watcher] = (),
 ) -> dict[str, Any]:
     import daop
     from daop.report.figures import run_figures
@@ -66,7 +78,7 @@ def _run(
     policy = make_policy(name)
     if profile is not None:
         policy.profile = Profile.load(profile, open_checkpoint(model).geometry)
-    with daop.load(model, policy=policy, ecr=share, direct_io=direct_io) as runtime:
+    with daop.load(model, policy=policy, ecr=share, direct_io=direct_io, watchers=watchers) as runtime:
         runtime.drop_cache()
         runtime.reset_statistics()
         batches = [

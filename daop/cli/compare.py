@@ -5,19 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import Context, Option
 
 from daop.cli import options
-from daop.cli.output import Output, write_whole
-from daop.core import DaopError
+from daop.cli.output import Output, check_output, write_whole
+from daop.core import DaopError, Geometry
 
 if TYPE_CHECKING:
     from daop import comparison
+    from daop.runtime.history import History
+    from daop.runtime.watching import Watcher
 
 POLICIES = "static,static_frequency,lru,balanced,adaptive"
 
 
 def compare(
+    ctx: Context,
     trace: Annotated[Path | None, Option(help="Simulate this recorded traffic (a daop trace).")] = None,
     hardware: Annotated[
         str, Option(help="Simulated machines: profile names or .toml files, comma-separated.")
@@ -44,6 +47,8 @@ def compare(
     timeline: Annotated[
         Path | None, Option(help="With --trace: the first policy's first passes as a Chrome trace.")
     ] = None,
+    html: options.Html = None,
+    force: options.Force = False,
     csv_file: Annotated[str | None, Option("--csv", metavar="FILE", help="Write the rows as CSV.")] = None,
     json: options.Json = None,
 ) -> None:
@@ -51,9 +56,13 @@ def compare(
     output = Output(json)
     if (trace is None) == (model is None):
         raise DaopError("give either --trace, to simulate, or --model and --prompts, to measure here")
+    check_output("--html", html, force)
+    check_output("--timeline", timeline, force)
     from daop import comparison
+    from daop.report.about import about, command_line
     from daop.report.ranking import LEGEND, as_csv, ranking
 
+    pictures = Pictures() if html is not None else None
     usual = POLICIES if model is not None else f"{POLICIES},optimum"
     names = comparison.policies_of(policies or usual, real=model is not None)
     shares = comparison.numbers_of(ecr, "--ecr")
@@ -70,20 +79,45 @@ def compare(
             direct_io=direct_io,
             profile=profile,
             told=lambda step, _: output.say(step, style="dim"),
+            watch=pictures,
         )
-        document: dict[str, Any] = {"rows": rows, "simulated": False}
+        subject = {"model": model, "prompts": str(prompts), "repeats": repeats}
+        document: dict[str, Any] = {"rows": rows, "simulated": False, "subject": subject}
     else:
         settings = comparison.settings(hardware, shares, batch, weight_bits)
         if profile is None:
             output.say("learning a profile from four fifths of the sequences ...", style="dim")
         traffic = comparison.open_traffic(Path(str(trace)), profile, expert_bytes, tokens)
-        document = _simulated(output, traffic, settings, names, timeline)
+        document = _simulated(output, traffic, settings, names, timeline, pictures)
+        document["subject"] = {"trace": str(trace), "tokens": len(traffic.traffic.ids), "batch": batch}
+    document["about"] = about(command_line(ctx))
     for table in ranking(document["rows"]):
         output.table(table)
     output.say(LEGEND, style="dim")
     if csv_file is not None:
         write_whole(Path(csv_file), as_csv(document["rows"]))
+    if html is not None and pictures is not None:
+        from daop.report.compare_page import compare_page
+
+        write_whole(html, compare_page(document, pictures.geometry, pictures.histories))
     output.json(document)
+
+
+class Pictures:
+    """Watches every run for the report."""
+
+    def __init__(self) -> None:
+        self.histories: dict[tuple[str, float, str], History] = {}
+
+    def __call__(self, machine: str, share: float, policy: str) -> list[Watcher]:
+        from daop.runtime.history import History
+
+        history = self.histories[machine, share, policy] = History()
+        return [history]
+
+    @property
+    def geometry(self) -> Geometry | None:
+        return next((history.geometry for history in self.histories.values()), None)
 
 
 def _simulated(
@@ -92,6 +126,7 @@ def _simulated(
     settings: list[comparison.Setting],
     names: list[str],
     timeline: Path | None,
+    pictures: Pictures | None,
 ) -> dict[str, Any]:
     from daop import comparison
 
@@ -99,7 +134,7 @@ def _simulated(
     rows: list[dict[str, Any]] = []
     with output.progress() as told:
         for setting in settings:
-            rows += comparison.simulate(traffic, profile, setting, names, told)
+            rows += comparison.simulate(traffic, profile, setting, names, told, pictures)
     if timeline is not None:
         write_whole(timeline, comparison.timeline(traffic, profile, settings[0], names[0]))
     machines = {setting.hardware.hardware.name: setting.hardware for setting in settings}

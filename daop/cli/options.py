@@ -44,6 +44,12 @@ ProfileFolder = Annotated[Path | None, Option(metavar="DIR", help="What training
 Json = Annotated[
     str | None, Option(metavar="FILE", help="Write every figure as JSON; - for standard output.")
 ]
+Html = Annotated[
+    Path | None, Option(metavar="FILE", help="Write a report to read in a browser, in one file.")
+]
+Timeline = Annotated[
+    Path | None, Option(metavar="FILE", help="Write what happened when, for ui.perfetto.dev (Chrome trace).")
+]
 Force = Annotated[bool, Option(help="Replace the output if it exists.")]
 
 

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -30,13 +30,7 @@ class Output:
         self._target = target
         self.console = Console(stderr=target == "-", highlight=False, soft_wrap=False)
         if target not in (None, "-"):
-            folder = Path(str(target)).absolute().parent
-            if not folder.is_dir():
-                raise DaopError(f"--json {target}: there is no folder {folder}; make it first")
-            if Path(str(target)).is_dir():
-                raise DaopError(f"--json {target} is a folder: name a file in it")
-            if not os.access(folder, os.W_OK):
-                raise DaopError(f"--json {target}: {folder} may not be written to; name another file")
+            check_output("--json", Path(str(target)), force=True)
 
     def say(self, text: str = "", style: str | None = None) -> None:
         """A line of prose; nothing in it is read as markup."""
@@ -118,21 +112,42 @@ def printable(text: str) -> str:
     return "".join(c if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f") else "\ufffd" for c in text)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file through a temporary one beside it, so that no one ever sees half of it."""
-    handle = -1
+def check_output(flag: str, path: Path | None, force: bool) -> None:
+    """Before any work: a file to be written must be writable, and new unless ``--force`` is given."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise DaopError(f"{flag} {path}: there is no folder {folder}; make it first")
+    if path.is_dir():
+        raise DaopError(f"{flag} {path} is a folder: name a file in it")
+    if path.exists() and not force:
+        raise DaopError(f"{flag} {path} exists: give --force to replace it, or name another file")
+    if not os.access(folder, os.W_OK):
+        raise DaopError(f"{flag} {path}: {folder} may not be written to; name another file")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[TextIO]:
+    """A file to write, which appears under its name when it is complete, or never."""
     try:
         handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 os.fchmod(file.fileno(), 0o666 & ~_umask())
-                file.write(text)
+                yield file
             os.replace(name, path)
         except BaseException:
             os.unlink(name)
             raise
     except OSError as error:
         raise DaopError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file through a temporary one beside it, so that no one ever sees half of it."""
+    with whole_file(path) as file:
+        file.write(text)
 
 
 def _umask() -> int:

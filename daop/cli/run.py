@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import Context, Option
 
 from daop import machine
 from daop.cli import options
-from daop.cli.output import Output, mended
+from daop.cli.output import Output, check_output, mended
+from daop.cli.pictures import RunPictures
 from daop.config import DEFAULT_POLICY, RunConfig, fast_memory_bytes, policy_options
 from daop.core import DaopError
 from daop.prompts import Message, Prompt, encode, from_text, read_prompts
@@ -19,9 +20,11 @@ from daop.runtime.policies.base import POLICIES
 if TYPE_CHECKING:
     from daop.api import Runtime
     from daop.generation import Generation
+    from daop.runtime.watching import Watcher
 
 
 def run(
+    ctx: Context,
     model: options.Model,
     prompt: Annotated[list[str] | None, Option(help="A prompt; may be given several times.")] = None,
     prompts: options.Prompts = None,
@@ -43,10 +46,15 @@ def run(
     trace: Annotated[
         Path | None, Option(metavar="FILE", help="Record the routing (no text, no token ids) into a trace.")
     ] = None,
+    html: options.Html = None,
+    timeline: options.Timeline = None,
+    force: options.Force = False,
     json: options.Json = None,
 ) -> None:
     """Generate text with a model of yours."""
     output = Output(json)
+    check_output("--html", html, force)
+    check_output("--timeline", timeline, force)
     asked = gather(prompt or [], prompts, limit)
     POLICIES.get(policy)  # a misspelt name is said before a model is loaded
     config = RunConfig(
@@ -65,10 +73,11 @@ def run(
         profile=None if profile is None else str(profile),
         trace=None if trace is None else str(trace),
     ).resolved(machine.read_cpu())
-    with mended(), load(config, output) as runtime:
+    pictures = RunPictures(html, timeline)
+    with mended(), load(config, output, pictures.watchers) as runtime:
         output.say(runtime.plan.reason, style="dim")
         batches = converse(runtime, config, asked, max_new_tokens, output, options.sampling(temperature))
-        report(runtime, batches, output)
+        pictures.write(ctx, model, report(runtime, batches, output))
 
 
 def gather(texts: Sequence[str], file: Path | None, limit: int | None) -> list[Prompt]:
@@ -80,7 +89,7 @@ def gather(texts: Sequence[str], file: Path | None, limit: int | None) -> list[P
     return read_prompts(file, limit) if file is not None else [from_text(text) for text in texts]
 
 
-def load(config: RunConfig, output: Output) -> Runtime:
+def load(config: RunConfig, output: Output, watchers: Sequence[Watcher] = ()) -> Runtime:
     """The model, with progress shown while it is loaded."""
     with output.progress() as progress:
         progress("importing torch and transformers", 0.0)
@@ -89,7 +98,7 @@ def load(config: RunConfig, output: Output) -> Runtime:
         import daop
 
         logging.disable_progress_bar()  # ours says more
-        return daop.load(config.model, **config.load_options(), progress=progress)
+        return daop.load(config.model, **config.load_options(), watchers=watchers, progress=progress)
 
 
 def converse(
