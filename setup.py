@@ -10,8 +10,8 @@ setup(
     ext_modules=[
         Extension(
             "daop.runtime._experts",  # a plain shared library, loaded by runtime/native.py
-            ["runtime/csrc/experts.cpp"],
-            depends=["runtime/csrc/experts.h", "runtime/csrc/kernels.inc", "runtime/csrc/flags.txt"],
+            ["runtime/csrc/experts.cpp", "runtime/csrc/context.cpp"],
+            depends=[str(path) for path in Path("runtime/csrc").iterdir()],
             extra_compile_args=FLAGS,
             optional=True,  # without a compiler daop computes with torch
         )

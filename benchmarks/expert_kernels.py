@@ -25,7 +25,8 @@ from torch.nn import functional
 
 from daop.runtime.host_compute import HostExperts
 from daop.runtime.layout import ExpertForm, ExpertLayout
-from daop.runtime.native import Kernels, library_path, load_kernels
+from daop.runtime.native import Kernels, load_kernels
+from daop.runtime.native_library import library_path
 
 
 def silu_gate(fused: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from daop.core import FloatArray, Geometry, Step
 
 from .context_model import DECAYS, FLOOR, LAGS, ContextModel, padded
+from .native_context import NativeContext, load_context
 
 PRIOR = 200.0  # tokens that a profile's frequency counts for
 MEMORY = 0.98  # of the running log losses
@@ -29,15 +30,23 @@ class ContextState:
     """Holds the model's inputs; ``absorb`` is called once per layer and forward pass.
 
     ``targets[l]`` [R]: the layers whose ``chance`` the step of layer ``l`` renews, ``leads`` [R] layers on.
+    ``native`` does the arithmetic where the compiled library is there; else it is numpy's.
     """
 
-    def __init__(self, model: ContextModel, geometry: Geometry, frequency: FloatArray | None) -> None:
+    def __init__(
+        self,
+        model: ContextModel,
+        geometry: Geometry,
+        frequency: FloatArray | None,
+        *,
+        use_native: bool = True,
+    ) -> None:
         usual = padded(geometry, frequency)
         weight = 8.0 if frequency is None else PRIOR
         self.layers, self.experts = layers, experts = usual.shape
         self._offsets = geometry.offsets
         self._counts = usual * np.float32(weight)
-        self._seen = [weight] * layers
+        self._seen = np.full(layers, weight, dtype=np.float64)
         self.usual = usual.copy()
         self.chance = usual.copy()
         self.rate = usual.copy()
@@ -54,6 +63,7 @@ class ContextState:
         self._decay = np.asarray(DECAYS, dtype=np.float32)[:, None]
         self._fresh = 1 - self._decay
         self._expected = self.chance.copy()  # the sharp forecast for each layer's next visit
+        self.native = self._make_native() if use_native else None
 
     def _lay_out(self, model: ContextModel) -> None:
         """The model by source layer, so that one product serves all leads of a step."""
@@ -61,11 +71,33 @@ class ContextState:
         targets = (layers + np.asarray(model.leads)) % self.layers  # [L, R]
         which = np.arange(len(model.leads))
         self._each = which[:, None]
-        self.targets = list(targets)
+        self._targets = np.ascontiguousarray(targets, dtype=np.int64)
+        self.targets = list(self._targets)
         self.leads = np.asarray(model.leads)
         table, bias = model.table[which, targets], model.bias[which, targets]
         self._table = -np.concatenate([table, bias[:, :, None]], axis=2)  # [L, R, X + 1, E], for exp(-z)
         self._gain = -np.ascontiguousarray(model.gain[which, targets])[:, :, None]  # [L, R, 1, F]
+
+    def _make_native(self) -> NativeContext | None:
+        library = load_context()
+        if library is None:
+            return None
+        arrays = {
+            "targets": self._targets,
+            "table": self._table,
+            "gain": self._gain,
+            "decay": self._decay,
+            "features": self._features,
+            "seen": self._seen,
+            "counts": self._counts,
+            "usual": self.usual,
+            "rate": self.rate,
+            "chance": self.chance,
+            "expected": self._expected,
+            "hot": self._hot,
+        }
+        sizes = (self.layers, self.experts, len(self.leads), LAGS, HALF)
+        return NativeContext(library, sizes, arrays)
 
     def absorb(self, step: Step) -> None:
         """Take in a step's routing."""
@@ -75,11 +107,15 @@ class ContextState:
         self._age += 1
         if self._age % CHECK_EVERY == 0 and step.rows == 1:
             self._judge(layer, chosen)
+        if self.native is not None:
+            shares = None if step.rows == 1 else _shares(step)
+            self.native.absorb(layer, chosen, shares, step.rows, self.trust)
+            return
         self._learn(layer, chosen, step)
         self._forecast(layer, step.rows)
 
     def glance(self, step: Step) -> None:
-        """Take in a step's routing without forecasting anew: a third of the cost of ``absorb``."""
+        """Take in a step's routing without forecasting anew: a third of numpy's cost of ``absorb``."""
         layer = step.layer
         begin = self._offsets[layer]
         self._learn(layer, [flat - begin for flat in step.experts], step)
@@ -96,7 +132,7 @@ class ContextState:
         if step.rows == 1:
             hot[chosen] = 1.0
         else:
-            hot[chosen] = np.asarray(step.tokens, dtype=np.float32) / np.float32(step.rows)
+            hot[chosen] = _shares(step)
         averages, logarithms = self._averages[layer], self._logarithms[layer]
         averages *= self._decay
         averages += self._fresh * hot
@@ -151,9 +187,20 @@ class ContextState:
     def _judge(self, layer: int, chosen: list[int]) -> None:
         """Compare what was expected of this layer with what came, by log loss per expert."""
         for which, guess in enumerate((self._expected[layer], self.usual[layer])):
-            clipped = np.clip(guess, FLOOR, 1 - FLOOR)
-            absent = np.log1p(-clipped)
-            loss = float(absent[chosen].sum() - absent.sum() - np.log(clipped[chosen]).sum()) / self.experts
+            loss = self.native.loss(guess, chosen) if self.native is not None else _log_loss(guess, chosen)
             self._losses[which] += (1 - MEMORY) * (loss - self._losses[which])
         better = min(1.0, max(-1.0, self._losses[1] - self._losses[0]))
         self.trust = 1.0 / (1.0 + math.exp(-SHARPNESS * better))
+
+
+def _shares(step: Step) -> FloatArray:
+    """Of the rows, how many chose each of the step's experts."""
+    shares: FloatArray = np.asarray(step.tokens, dtype=np.float32) / np.float32(step.rows)
+    return shares
+
+
+def _log_loss(guess: FloatArray, chosen: list[int]) -> float:
+    """Mean over the experts of the log loss of ``guess`` [E]."""
+    clipped = np.clip(guess, FLOOR, 1 - FLOOR)
+    absent = np.log1p(-clipped)
+    return float(absent[chosen].sum() - absent.sum() - np.log(clipped[chosen]).sum()) / len(guess)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
-import subprocess
 import sys
 from array import array
 from collections.abc import Sequence
@@ -24,9 +22,8 @@ from numpy.typing import NDArray
 from daop.core import DaopError
 
 from .layout import ExpertForm, ExpertLayout
+from .native_library import VERSION, build, library_path
 
-HERE = Path(__file__).resolve().parent
-VERSION = 1  # of what crosses between this file and csrc/experts.h
 DTYPE_CODES = {"F32": 0, "F16": 1, "BF16": 2}
 HIDDEN_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "relu2": 4, "gpt_oss": 5}
@@ -211,11 +208,6 @@ def parallel_function() -> ctypes.c_void_p | None:
     return None
 
 
-def library_path() -> Path | None:
-    """The compiled library, built by the installation or in place; the newest."""
-    return max(HERE.glob("_experts*.so"), key=lambda path: path.stat().st_mtime, default=None)
-
-
 @cache
 def _load(setting: str) -> tuple[Kernels | None, str]:
     if setting == "0":
@@ -242,29 +234,6 @@ def native_status() -> tuple[bool, str, str]:
     """(whether the native kernels are used, variant or '', what is wrong or '')."""
     kernels, reason = _load(os.environ.get("DAOP_NATIVE", ""))
     return kernels is not None, kernels.variant if kernels else "", reason
-
-
-def compile_command(output: Path, extra: Sequence[str], source: Path | None = None) -> list[str]:
-    """How to compile the kernels, or a ``source`` that includes them."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if not compiler:
-        raise DaopError("no C++ compiler found: install g++ (or clang), or set CXX to one")
-    folder = HERE / "csrc"
-    flags = (folder / "flags.txt").read_text().split()
-    source = source or folder / "experts.cpp"
-    return [*compiler.split(), *flags, *extra, f"-I{folder}", str(source), "-o", str(output)]
-
-
-def build() -> Path:
-    """Compile the kernels beside this file."""
-    output = HERE / "_experts.so"
-    part = output.with_suffix(f".{os.getpid()}.part")
-    command = compile_command(part, ("-shared", "-fPIC"))
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise DaopError(f"{command[0]} failed to build the native kernels:\n{done.stderr[-2000:]}")
-    part.replace(output)
-    return output
 
 
 if __name__ == "__main__":

@@ -23,19 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from daop.core import FloatArray, Forecast, Geometry, Phase, Step
 from daop.runtime.context_model import LEADS, ContextModel, turns
 from daop.runtime.context_state import ContextState
+from daop.runtime.worth import WorthTable
 
 from .base import POLICIES, Costs, Outcome, Plan, Policy, Prefetch, View
 from .lfu import lowest
 from .static import by_frequency, uniform
 
-STAY = 0.7
-FAR = 0.7
-REFRESH = 3
 MARGIN = 0.10
 STALL_MEMORY = 0.005
 
@@ -43,6 +39,7 @@ SMOOTH = 0.05
 # Microseconds charged. The first two are measured (benchmarks/policy_overhead.py), the look-ahead's are what
 # a quiet core is assumed to need: on a shared 2 GHz core it took 126 (24 x 32 experts) and 183 (48 x 128).
 HIT_US, MISS_US, LOOK_US, REST_US = 2.0, 10.0, 100.0, 1.0
+NATIVE_LOOK_US = 25.0
 GLANCE, GLANCE_US = 0.8, 55.0
 SLEEP, WAKE = 0.15, 0.3  # of the look-ahead's own cost, what stalls must cost to be worth it
 
@@ -61,20 +58,9 @@ class Adaptive(Policy):
         if model is None:
             model = ContextModel.empty(geometry, turns(LEADS, geometry.layers), frequency)
         self._state = ContextState(model, geometry, frequency)
-        leads = self._state.leads
-        self._nearness = (1.0 - FAR * (leads - 1) / geometry.layers).astype(np.float32)[:, None]
-        layers = np.arange(geometry.layers)
-        distance = (layers - layers[:, None] - 1) % geometry.layers
-        self._all_near = (1.0 - FAR * distance / geometry.layers).astype(np.float32)[:, :, None]
-        self._stay = np.float32(STAY) * self._state.rate
-        self._worth: FloatArray = self._state.chance * np.float32(1.0 - FAR) + self._stay  # [L, E]
-        self._place = None  # of each flat id in the padded arrays, where layers differ
-        self._flat_worth = self._worth.reshape(-1)
-        if len(set(geometry.experts)) > 1:
-            widest = max(geometry.experts)
-            rows = [range(m * widest, m * widest + n) for m, n in enumerate(geometry.experts)]
-            self._place = np.concatenate([np.asarray(row) for row in rows])
-            self._flat_worth = self._flat_worth[self._place]
+        self._table = WorthTable(self._state, geometry)
+        self._native = self._state.native is not None
+        self._look_us = NATIVE_LOOK_US if self._native else LOOK_US
         self._copy = max(costs.copy(begin) for begin in geometry.offsets[:-1])
         self._layer_seconds = costs.layer(1)
         self._between = costs.layer(1)
@@ -84,7 +70,7 @@ class Adaptive(Policy):
         self._least = 0.0 if costs.host_beside else 0.5 * self._copy
         self._ends = 0.0
         self._resting = False
-        self._stalled = LOOK_US  # microseconds per layer, of late
+        self._stalled = self._look_us  # microseconds per layer, of late
         self._last = 0.0
         self._flying: dict[int, float] = {}  # prefetch under way -> when it should arrive
         return uniform(geometry, slots) if frequency is None else by_frequency(frequency, slots)
@@ -138,8 +124,8 @@ class Adaptive(Policy):
         return Plan(keep=keep, host=computed)
 
     def _plan_reads(self, step: Step, missing: Sequence[int], view: View) -> Plan:
-        self._absorb(step)
-        worth = self._flat_worth
+        self._table.absorb(step)
+        worth = self._table.flat
         if not missing or view.free_slots(missing[0]) >= len(missing):
             return Plan(keep=missing)
         order = sorted(missing, key=lambda flat: -worth[flat])
@@ -174,7 +160,7 @@ class Adaptive(Policy):
     # -- what to keep ----------------------------------------------------------------------------
 
     def victims(self, incoming: int, count: int, view: View, prefetch: Prefetch | None) -> Sequence[int]:
-        worth = self._flat_worth
+        worth = self._table.flat
         if prefetch is None:
             return lowest(worth, count, view, incoming)
         chosen = lowest(worth, 1, view, incoming)
@@ -186,13 +172,14 @@ class Adaptive(Policy):
         if self._resting and step.phase is Phase.DECODE:
             self.look_ahead_us = REST_US
             return ()
-        if step.rows == 1 and self.costs.host_beside and self._ends - view.now < GLANCE * LOOK_US * 1e-6:
+        short = self._ends - view.now < GLANCE * LOOK_US * 1e-6
+        if short and not self._native and step.rows == 1 and self.costs.host_beside:
             self.look_ahead_us = GLANCE_US
-            self._glance(step)
+            self._table.glance(step)
         else:
-            self.look_ahead_us = LOOK_US
+            self.look_ahead_us = self._look_us
             if self.costs.host_beside or step.phase is Phase.PREFILL:
-                self._absorb(step)
+                self._table.absorb(step)
         now = view.now
         queued = max(0.0, view.link_free_at - now)
         if self._flying:
@@ -200,28 +187,24 @@ class Adaptive(Policy):
         window = max(self._ends - now, 0.0) + self._between - self._least
         if queued >= window:
             return ()
-        gain = np.where(view.resident | view.filling, np.float32(0.0), self._flat_worth)
         asked: list[Prefetch] = []
-        late = self._late(step.layer, queued, window)
+        taken: list[int] = []
         while queued < window and len(asked) < 3:
-            if late:
-                self._discount(gain, late)
-            flat = int(gain.argmax())
-            value = float(gain[flat])
+            late = self._late(step.layer, queued, window)
+            flat, value = self._table.best(view.resident, view.filling, late, taken)
             if value <= MARGIN:
                 break
-            gain[flat] = 0.0
+            taken.append(flat)
             queued += self._copy
             self._flying[flat] = now + queued
             asked.append(Prefetch(flat, value, None))
-            late = [m for m in self._late(step.layer, queued, window) if m not in late]
         return asked
 
     def observe(self, outcome: Outcome) -> None:
         """Rest while misses cost less than looking ahead would; wake up when they cost more."""
         if outcome.step.phase is Phase.DECODE and self.costs.host_beside:
             self._stalled += STALL_MEMORY * (outcome.stall_seconds * 1e6 - self._stalled)
-            self._resting = self._stalled < (WAKE if self._resting else SLEEP) * LOOK_US
+            self._resting = self._stalled < (WAKE if self._resting else SLEEP) * self._look_us
 
     @property
     def prefetching(self) -> bool:
@@ -238,32 +221,3 @@ class Adaptive(Policy):
             return []
         ahead = 1 + int((arrives - until) / max(self._layer_seconds, 1e-9))
         return [(layer + lead) % self.geometry.layers for lead in range(1, min(ahead, 4) + 1)]
-
-    def _discount(self, gain: FloatArray, late: Sequence[int]) -> None:
-        offsets = self.geometry.offsets
-        for layer in late:
-            part = gain[offsets[layer] : offsets[layer + 1]]
-            np.subtract(part, self._state.chance[layer, : len(part)], out=part, where=part > 0)
-
-    def _glance(self, step: Step) -> None:
-        """Where the device has so little to do that forecasting would hold it up: learn, forecast nothing."""
-        state, layer = self._state, step.layer
-        state.glance(step)
-        np.multiply(state.rate[layer], np.float32(STAY), out=self._stay[layer])
-        self._worth[layer] = state.chance[layer] * self._nearness[-1] + self._stay[layer]
-        if self._place is not None:
-            self._flat_worth = self._worth.reshape(-1)[self._place]
-
-    def _absorb(self, step: Step) -> None:
-        """Learn from the step's routing and value its layer and the next ones anew."""
-        state = self._state
-        state.absorb(step)
-        layer, targets = step.layer, state.targets[step.layer]
-        np.multiply(state.rate[layer], np.float32(STAY), out=self._stay[layer])
-        if layer % REFRESH == 0:  # the distances of all layers have changed by so much
-            np.multiply(state.chance, self._all_near[layer], out=self._worth)
-            self._worth += self._stay
-        else:
-            self._worth[targets] = state.chance[targets] * self._nearness + self._stay[targets]
-        if self._place is not None:
-            self._flat_worth = self._worth.reshape(-1)[self._place]

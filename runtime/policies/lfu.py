@@ -20,11 +20,16 @@ from .base import POLICIES, Costs, Plan, Policy, Prefetch, View
 def lowest(worth: NDArray[Any], count: int, view: View, incoming: int) -> list[int]:
     """Up to ``count`` evictable experts of least worth that could make room for ``incoming``."""
     same = view.same_slot(incoming)
-    allowed = np.flatnonzero(view.evictable if same is None else view.evictable & same)
-    if count == 1 and len(allowed):
-        return [int(allowed[worth[allowed].argmin()])]
-    order = allowed[np.argsort(worth[allowed], kind="stable")[:count]]
-    chosen: list[int] = order.tolist()
+    allowed = view.evictable if same is None else view.evictable & same
+    if count == 1:
+        highest = np.inf if worth.dtype.kind == "f" else np.iinfo(worth.dtype).max
+        least = int(np.where(allowed, worth, highest).argmin())
+        return [least] if allowed[least] else []
+    ids = np.flatnonzero(allowed)
+    if len(ids) > count > 0:  # only those that could be among the lowest are sorted; ties go to the lower id
+        values = worth[ids]
+        ids = ids[values <= np.partition(values, count - 1)[count - 1]]
+    chosen: list[int] = ids[np.argsort(worth[ids], kind="stable")[:count]].tolist()
     return chosen
 
 

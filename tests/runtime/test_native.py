@@ -12,7 +12,7 @@ import torch
 from test_host_compute import FORMS, check, make_form, make_layer
 
 from daop.core import DaopError
-from daop.runtime import native
+from daop.runtime import native, native_library
 from daop.runtime.host_compute import HostExperts
 from daop.runtime.native import Kernels
 
@@ -24,7 +24,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernels as shipped, but with the AVX-512 code in halves, so that it runs on any AVX2 machine."""
     path = tmp_path_factory.mktemp("native") / "_experts.so"
     try:
-        command = native.compile_command(path, ("-shared", "-fPIC", "-DDAOP_EMULATE_AVX512"))
+        command = native_library.compile_command(path, ("-shared", "-fPIC", "-DDAOP_EMULATE_AVX512"))
     except DaopError as error:
         pytest.skip(str(error))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -130,7 +130,7 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("DAOP_NATIVE", raising=False)
-    monkeypatch.setattr(native, "HERE", tmp_path)
+    monkeypatch.setattr(native_library, "HERE", tmp_path)
     available, variant, reason = native.native_status()
     assert (available, variant) == (False, "")
     assert "python -m daop.runtime.native" in reason
@@ -139,7 +139,7 @@ def test_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_found_and_forced(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "HERE", library.parent)
+    monkeypatch.setattr(native_library, "HERE", library.parent)
     last = Kernels(library).variants[-1]
     monkeypatch.setenv("DAOP_NATIVE", last)
     assert native.native_status()[:2] == (True, last)
@@ -151,7 +151,7 @@ def test_found_and_forced(library: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_damaged_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "_experts.so").write_bytes(b"not a library")
     monkeypatch.delenv("DAOP_NATIVE", raising=False)
-    monkeypatch.setattr(native, "HERE", tmp_path)
+    monkeypatch.setattr(native_library, "HERE", tmp_path)
     available, _, reason = native.native_status()
     assert not available
     assert "cannot be loaded" in reason
@@ -161,7 +161,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(DaopError, match=r"install g\+\+"):
-        native.compile_command(Path("x.so"), ())
+        native_library.compile_command(Path("x.so"), ())
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_under_sanitizers(tmp_path: Path) -> None:
     checks = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     source = Path(__file__).with_name("kernels_driver.cpp")
     try:
-        command = native.compile_command(driver, (*checks, "-DDAOP_EMULATE_AVX512"), source)
+        command = native_library.compile_command(driver, (*checks, "-DDAOP_EMULATE_AVX512"), source)
     except DaopError as error:
         pytest.skip(str(error))
     built = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -87,7 +87,7 @@ def test_a_wrong_forecast_loses_its_say_and_a_right_one_wins_it() -> None:
     for known, trusted in ((informed(), True), (misled(), False)):
         model = ContextModel.from_arrays(known.arrays or {}, GEOMETRY)
         assert model is not None
-        state = ContextState(model, GEOMETRY, known.frequency)
+        state = ContextState(model, GEOMETRY, known.frequency, use_native=False)
         for forward, token in enumerate(traffic.ids.astype(int)):
             for layer, chosen in enumerate(token):
                 flats = sorted(layer * 32 + int(expert) for expert in chosen)
@@ -102,7 +102,7 @@ def test_the_context_model_learns_a_rule() -> None:
     first = np.stack([rng.choice(8, 2, replace=False) for _ in range(2000)])
     ids = np.stack([first, first], axis=1).astype(np.uint8)
     model = context_model.fit(geometry, ids, np.zeros(2000, dtype=np.int32), epochs=30)
-    state = ContextState(model, geometry, None)
+    state = ContextState(model, geometry, None, use_native=False)
     state.trust = 1.0
     for forward in range(5):
         for layer in (0, 1):
@@ -116,7 +116,7 @@ def test_lookup_and_product_agree() -> None:
     """The single token's gather of table rows gives what the general product gives."""
     model = ContextModel.from_arrays(informed().arrays or {}, GEOMETRY)
     assert model is not None
-    state = ContextState(model, GEOMETRY, None)
+    state = ContextState(model, GEOMETRY, None, use_native=False)
     for forward, token in enumerate(excerpt().ids[:3].astype(int)):
         for layer, chosen in enumerate(token):
             flats = sorted(layer * 32 + int(expert) for expert in chosen)
