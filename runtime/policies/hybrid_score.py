@@ -48,7 +48,8 @@ class HybridScore(Policy):
             return Plan(keep=missing)
         tokens = dict(zip(step.experts, step.tokens, strict=True))
         order = sorted(missing, key=lambda flat: -tokens[flat])
-        ready = sum(self.costs.device(f, n) for f, n in tokens.items() if f not in set(missing))
+        absent = set(missing)
+        ready = sum(self.costs.device(f, n) for f, n in tokens.items() if f not in absent)
         copied = self._best_split(order, tokens, ready)
         return Plan(keep=order[:copied], host=order[copied:])
 
@@ -79,16 +80,16 @@ class HybridScore(Policy):
         k = self.geometry.top_k
         best: Prefetch | None = None
         for ahead, forecast in enumerate(forecasts, start=1):
-            base = self.geometry.offsets[forecast.layer]
-            likely = np.argpartition(-forecast.scores, k - 1)[:k]
-            absent = [
-                base + int(e) for e in likely if not (view.resident[base + e] or view.filling[base + e])
-            ]
-            if not absent:
+            base, end = self.geometry.offsets[forecast.layer : forecast.layer + 2]
+            scores = forecast.scores
+            here = view.resident[base:end] | view.filling[base:end]
+            likeliest = int(np.where(here, np.float32(-1.0), scores).argmax())
+            score = scores[likeliest]
+            if here[likeliest] or np.count_nonzero(scores > score) >= k:  # none of the k likeliest is absent
                 continue
             # With one miss less the layer ends sooner by the host's time for it, as likely as it is used.
-            flat = max(absent, key=lambda f: float(forecast.scores[f - base]))
-            gain = float(forecast.scores[flat - base]) * self.costs.host(flat, 1)
+            flat = base + likeliest
+            gain = float(score) * self.costs.host(flat, 1)
             if best is None or gain > best.value:
                 best = Prefetch(flat, gain, ahead)
         return [] if best is None else [best]
