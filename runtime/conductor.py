@@ -24,7 +24,7 @@ from daop.core import BoolArray, FloatArray, Forecast, Phase, Step
 from .policies.base import Costs, Outcome, Plan, Policy
 from .residency import Residency
 from .statistics import Statistics
-from .watching import Watcher
+from .watching import Watcher, all_spans
 
 
 class TransferError(Exception):
@@ -132,6 +132,7 @@ class Conductor:
         self._expiry: dict[int, int | None] = {}  # speculative fetch under way -> last tick it may begin
         self._tick = 0
         self.watchers = tuple(watchers)
+        self.span = all_spans(self.watchers)  # what engines and executors tell the watchers, from any thread
         for watcher in self.watchers:
             watcher.attach(self)
 
@@ -256,20 +257,6 @@ class Conductor:
         )
         for watcher in self.watchers:
             watcher.finished(step, work, stall_seconds, compute_seconds)
-
-    def span(
-        self,
-        track: str,
-        what: str,
-        begin: float,
-        end: float,
-        flats: Sequence[int] = (),
-        layer: int | None = None,
-        shares: Sequence[float] | None = None,
-    ) -> None:
-        """An engine or executor was busy: see ``Watcher.span``. From any thread."""
-        for watcher in self.watchers:
-            watcher.span(track, what, begin, end, flats, layer, shares)
 
     def settle(self) -> None:
         """Take note of the transfers that have ended."""

@@ -200,10 +200,11 @@ class HostExecutor(Executor):
         if forecasts:
             statistics.stall_seconds["forecast"] += forecast - planned
         if self.conductor.watchers:
-            self._span("policy", "plan", layer, began, planned)
+            span, origin = self.conductor.span, self._transfers.origin
+            span("policy", "plan", began - origin, planned - origin, (), layer)
             if forecasts:
-                self._span("predictor", "forecast", layer, planned, forecast)
-            self._span("predictor", "look ahead", layer, forecast, ready)
+                span("predictor", "forecast", planned - origin, forecast - origin, (), layer)
+            span("predictor", "look ahead", forecast - origin, ready - origin, (), layer)
 
         try:
             stall = self._run(step, work, compute, batch)
@@ -240,7 +241,7 @@ class HostExecutor(Executor):
             compute.run(
                 batch, [flat - base for flat in work.ready], [slots[slot_of[flat]] for flat in work.ready]
             )
-            self._span("device", "compute", layer, began, time.perf_counter(), work.ready)
+            self._computed(began, work.ready)
         stalled = 0.0
         while coming or streams:
             began = time.perf_counter()
@@ -260,9 +261,7 @@ class HostExecutor(Executor):
                 experts.append(ticket.flat - base)
                 self._check(layer, ticket.flat, bytes_[-1])
             compute.run(batch, experts, bytes_)
-            self._span(
-                "device", "compute", layer, arrived, time.perf_counter(), [ticket.flat for ticket in done]
-            )
+            self._computed(arrived, [ticket.flat for ticket in done])
             for ticket in done:
                 if ticket in streams:
                     idle.append(streams.pop(ticket))
@@ -270,12 +269,10 @@ class HostExecutor(Executor):
                 self._stream_next(outside, idle, streams)
         return stalled
 
-    def _span(
-        self, track: str, what: str, layer: int, began: float, ended: float, flats: Sequence[int] = ()
-    ) -> None:
+    def _computed(self, began: float, flats: Sequence[int]) -> None:
         if self.conductor.watchers:
             origin = self._transfers.origin
-            self.conductor.span(track, what, began - origin, ended - origin, flats, layer)
+            self.conductor.span("device", "compute", began - origin, time.perf_counter() - origin, flats)
 
     def _abort(self, step: Step) -> None:
         """A run broke off: let every read end before its buffer can be used for something else."""

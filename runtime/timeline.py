@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from daop.core import Forecast, Geometry, Phase, Step
+from daop.core import Geometry, Phase, Step
 
 from .watching import Watcher
 
@@ -48,14 +48,26 @@ class Timeline(Watcher):
 
     def __init__(self, events: int = EVENTS) -> None:
         self.geometry: Geometry | None = None
-        self.busy: deque[Busy] = deque(maxlen=events // 2)
-        self.said: deque[Said] = deque(maxlen=events - events // 2)
+        # Plain tuples while the run goes on: naming their fields costs more than noting them.
+        self._busy: deque[tuple[Any, ...]] = deque(maxlen=events // 2)
+        self._said: deque[tuple[Any, ...]] = deque(maxlen=events - events // 2)
         self._queue = 0
 
     @property
     def complete(self) -> bool:
         """False: the ring is full, and may have dropped its oldest events."""
-        return all(len(ring) != ring.maxlen for ring in (self.busy, self.said))
+        return all(len(ring) != ring.maxlen for ring in (self._busy, self._said))
+
+    @property
+    def busy(self) -> list[Busy]:
+        return [Busy(*fields) for fields in list(self._busy)]
+
+    @property
+    def said(self) -> list[Said]:
+        return [Said(*fields) for fields in list(self._said)]
+
+    def __len__(self) -> int:
+        return len(self._busy) + len(self._said)
 
     def attach(self, conductor: Conductor) -> None:
         self.geometry = conductor.residency.geometry
@@ -63,17 +75,14 @@ class Timeline(Watcher):
         self._residency = conductor.residency
 
     def begin(self, phase: Phase, rows: int) -> None:
-        self.said.append(Said("begin", self._engine.now, -1, (phase, rows)))
+        self._said.append(("begin", self._engine.now, -1, (phase, rows)))
 
     def planned(self, step: Step, work: Work) -> None:
-        self.said.append(Said("planned", self._engine.now, -1, (step.layer, work)))
-
-    def forecast(self, step: Step, forecasts: Sequence[Forecast]) -> None:
-        """Said by the spans of track ``predictor``."""
+        self._said.append(("planned", self._engine.now, -1, (step.layer, work)))
 
     def asked(self, flat: int, cause: str) -> None:
         self._queue += 1
-        self.said.append(Said("asked", self._engine.now, flat, cause))
+        self._said.append(("asked", self._engine.now, flat, cause))
 
     def arrived(self, flat: int) -> None:
         self._queue -= 1
@@ -81,11 +90,12 @@ class Timeline(Watcher):
     def fate(self, flat: int, fate: str) -> None:
         if fate in ("dropped", "failed"):
             self._queue -= 1
-        self.said.append(Said("fate", self._engine.now, flat, fate))
+        self._said.append(("fate", self._engine.now, flat, fate))
 
     def finished(self, step: Step, work: Work, stall_seconds: float, compute_seconds: float) -> None:
-        counters = (self._residency.used_slots, self._queue, stall_seconds)
-        self.said.append(Said("finished", self._engine.now, -1, counters))
+        self._said.append(
+            ("finished", self._engine.now, -1, (self._residency.used_slots, self._queue, stall_seconds))
+        )
 
     def span(
         self,
@@ -97,4 +107,4 @@ class Timeline(Watcher):
         layer: int | None = None,
         shares: Sequence[float] | None = None,
     ) -> None:
-        self.busy.append(Busy(track, what, begin, end, flats, layer, shares))
+        self._busy.append((track, what, begin, end, flats, layer, shares))

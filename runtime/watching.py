@@ -78,3 +78,23 @@ class Watcher:
     ) -> None:
         """``track`` was busy with ``flats`` (or with something else of ``layer``), one after another for
         ``shares`` of the time; None: they were worked on together, and nobody knows how long each took."""
+
+
+def all_spans(watchers: Sequence[Watcher]) -> Span:
+    """One call for all of them; where there is but one, nothing is put between."""
+    if len(watchers) == 1:
+        return watchers[0].span
+
+    def tell(
+        track: str,
+        what: str,
+        begin: float,
+        end: float,
+        flats: Sequence[int] = (),
+        layer: int | None = None,
+        shares: Sequence[float] | None = None,
+    ) -> None:
+        for watcher in watchers:
+            watcher.span(track, what, begin, end, flats, layer, shares)
+
+    return tell
