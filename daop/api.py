@@ -178,17 +178,42 @@ class Runtime:
     ) -> list[Generation]:
         """Generate for all prompts as one batch; ``options`` go to transformers' ``generate``."""
         ids = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-        answers = generate(
-            self.model,
-            self.tokenizer,
-            ids,
-            max_new_tokens=max_new_tokens,
-            on_text=on_text,
-            stop=stop,
-            **options,
-        )
+        said: list[bool] = []
+
+        def tell(row: int, text: str) -> None:
+            said.append(True)
+            if on_text is not None:
+                on_text(row, text)
+
+        while True:
+            try:
+                answers = generate(
+                    self.model,
+                    self.tokenizer,
+                    ids,
+                    max_new_tokens=max_new_tokens,
+                    on_text=None if on_text is None else tell,
+                    stop=stop,
+                    **options,
+                )
+                break
+            except torch.OutOfMemoryError as error:  # of attention or the KV cache: experts see to theirs
+                trouble = error
+            self._make_room(trouble, again=not said and self._executor.recorder is None)
         self._watch.next_sequences(len(ids))
         return answers
+
+    def _make_room(self, trouble: BaseException, *, again: bool) -> None:
+        """The device's memory was used up outside the experts: give up a part of the hot set. Raises
+        DaopError if there is none, or if the answer cannot begin ``again``."""
+        made = self._machinery.make_room()
+        if made and again:
+            return
+        what = "a part of the hot set was given up for it, so try again" if made else "no expert is resident"
+        raise DaopError(
+            f"the device's memory is used up ({' '.join(str(trouble).split())[:200]}); {what}, or lower "
+            "--context, --batch or --fast-memory"
+        ) from trouble
 
     def stream(self, prompt: str | Sequence[int], max_new_tokens: int = 64, **options: Any) -> Iterator[str]:
         """Text of one answer as it is generated. Use the iterator to its end, or close it."""

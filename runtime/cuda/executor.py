@@ -105,6 +105,13 @@ class CudaExecutor(Executor):
 
     def start(self) -> None:
         self._await(self.conductor.start())
+        residency = self.conductor.residency
+        if (
+            residency.capacity == residency.geometry.total
+        ):  # whatever the policy: all of them, then it may rest
+            absent = residency.missing(range(residency.capacity))
+            self.refill(absent)
+            self.conductor.statistics.bytes.start += int(residency.geometry.bytes_of[absent].sum())
 
     def refill(self, flats: Sequence[int]) -> None:
         """Bring these back into slots, as many as there are free ones."""
