@@ -112,7 +112,7 @@ def exhaust(runtime: Runtime, when: Callable[[], bool]) -> None:
                 raise torch.OutOfMemoryError("made up")
             return real(*given)
 
-        compute.begin = begin  # type: ignore[method-assign]
+        compute.begin = begin  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize("policy", ["speculative", "lru", "static", "adaptive", "fiddler"])
