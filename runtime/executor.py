@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -143,6 +144,17 @@ class Executor(ABC):
         return chance[0] if len(chance) == 1 else 1.0 - (1.0 - chance).prod(dim=0)
 
 
+@dataclass(kw_only=True, eq=False, slots=True)
+class _Reads:
+    """What a step waits for: ``coming`` goes to slots, ``streams`` (ticket -> buffer) to staging buffers, of
+    which some are ``idle``, and ``outside`` has none yet."""
+
+    coming: dict[int, Ticket]
+    outside: deque[int]
+    idle: list[int]
+    streams: dict[Ticket, int] = field(default_factory=dict)
+
+
 class HostExecutor(Executor):
     """Computes routed experts from a hot set in RAM and files behind it.
 
@@ -190,24 +202,24 @@ class HostExecutor(Executor):
 
         began = clock()
         work = self.conductor.plan(step)
-        planned = clock()
-        forecasts = [Forecast(ahead, chance.numpy()) for ahead, chance in self._look_ahead(layer, hidden)]
-        forecast = clock()
-        self.conductor.look_ahead(step, forecasts)
-        self._transfers.kick()
-        ready = clock()
-        statistics.policy_seconds += planned - began + ready - forecast
-        if forecasts:
-            statistics.stall_seconds["forecast"] += forecast - planned
-        if self.conductor.watchers:
-            span, origin = self.conductor.span, self._transfers.origin
-            span("policy", "plan", began - origin, planned - origin, (), layer)
-            if forecasts:
-                span("predictor", "forecast", planned - origin, forecast - origin, (), layer)
-            span("predictor", "look ahead", forecast - origin, ready - origin, (), layer)
-
         try:
-            stall = self._run(step, work, compute, batch)
+            reads = self._ask(layer, work)  # first, so that the disk works while the next layer is forecast
+            planned = clock()
+            forecasts = [Forecast(ahead, chance.numpy()) for ahead, chance in self._look_ahead(layer, hidden)]
+            forecast = clock()
+            self.conductor.look_ahead(step, forecasts)
+            self._transfers.kick()
+            ready = clock()
+            statistics.policy_seconds += planned - began + ready - forecast
+            if forecasts:
+                statistics.stall_seconds["forecast"] += forecast - planned
+            if self.conductor.watchers:
+                span, origin = self.conductor.span, self._transfers.origin
+                span("policy", "plan", began - origin, planned - origin, (), layer)
+                if forecasts:
+                    span("predictor", "forecast", planned - origin, forecast - origin, (), layer)
+                span("predictor", "look ahead", forecast - origin, ready - origin, (), layer)
+            stall = self._run(step, work, reads, compute, batch)
         except BaseException:
             self._abort(step)
             raise
@@ -218,7 +230,19 @@ class HostExecutor(Executor):
         statistics.policy_seconds += clock() - ended
         return out
 
-    def _run(self, step: Step, work: Work, compute: HostExperts, batch: Batch) -> float:
+    def _ask(self, layer: int, work: Work) -> _Reads:
+        """Start to read what a step misses, as far as there are buffers."""
+        reads = _Reads(
+            coming={flat: self._transfers.ticket(flat) for flat in work.coming},
+            outside=deque((*work.stream, *work.host)),
+            idle=list(range(len(self._staging[self._class_of_layer[layer]]))),
+        )
+        while reads.outside and reads.idle:
+            self._stream_next(reads)
+        self._transfers.kick()
+        return reads
+
+    def _run(self, step: Step, work: Work, reads: _Reads, compute: HostExperts, batch: Batch) -> float:
         """Compute every expert of the step, in the order in which they become readable; returns seconds
         stalled."""
         layer = step.layer
@@ -226,15 +250,9 @@ class HostExecutor(Executor):
         kind = self._class_of_layer[layer]
         slot_of = self.conductor.residency.slot_of
         slots, staging = self._slots[kind], self._staging[kind]
-        coming = {flat: self._transfers.ticket(flat) for flat in work.coming}
+        coming, streams = reads.coming, reads.streams
         late = set(work.coming[: work.late])
         in_place = set(work.host)
-        outside = deque((*work.stream, *work.host))
-        streams: dict[Ticket, int] = {}  # ticket -> staging slot
-        idle = list(range(len(staging)))
-        while outside and idle:
-            self._stream_next(outside, idle, streams)
-        self._transfers.kick()
 
         if work.ready:
             began = time.perf_counter()
@@ -264,9 +282,9 @@ class HostExecutor(Executor):
             self._computed(arrived, [ticket.flat for ticket in done])
             for ticket in done:
                 if ticket in streams:
-                    idle.append(streams.pop(ticket))
-            while outside and idle:
-                self._stream_next(outside, idle, streams)
+                    reads.idle.append(streams.pop(ticket))
+            while reads.outside and reads.idle:
+                self._stream_next(reads)
         return stalled
 
     def _computed(self, began: float, flats: Sequence[int]) -> None:
@@ -279,9 +297,9 @@ class HostExecutor(Executor):
         self._transfers.wait_idle()
         self.conductor.abort(step)
 
-    def _stream_next(self, outside: deque[int], idle: list[int], streams: dict[Ticket, int]) -> None:
-        staging = idle.pop()
-        streams[self._transfers.stream(outside.popleft(), staging)] = staging
+    def _stream_next(self, reads: _Reads) -> None:
+        staging = reads.idle.pop()
+        reads.streams[self._transfers.stream(reads.outside.popleft(), staging)] = staging
 
     def _charge(self, done: Sequence[Ticket], waited: float, late: set[int], in_place: set[int]) -> None:
         """Book a wait under the cause of what ended it."""

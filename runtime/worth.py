@@ -63,6 +63,15 @@ class WorthTable:
         self._worth[layer] = state.chance[layer] * near + np.float32(STAY) * state.rate[layer]
         self._flatten()
 
+    def foretell(self, now: int, layer: int, chance: FloatArray) -> None:
+        """Someone knows better: ``chance`` [E] of a use at the layer's next visit, the running layer being
+        ``now``."""
+        state, count = self.state, len(chance)
+        state.chance[layer, :count] = chance
+        self._worth[layer] = state.chance[layer] * self._near_all[now, layer] + STAY * state.rate[layer]
+        if self._place is not None:
+            self.flat[self._offsets[layer] : self._offsets[layer + 1]] = self._worth[layer, :count]
+
     def _flatten(self) -> None:
         if self._place is not None:
             np.take(self._worth.reshape(-1), self._place, out=self.flat)

@@ -26,6 +26,8 @@ from collections.abc import Sequence
 from daop.core import FloatArray, Forecast, Geometry, Phase, Step
 from daop.runtime.context_model import LEADS, ContextModel, turns
 from daop.runtime.context_state import ContextState
+from daop.runtime.forecast_blend import ForecastBlend
+from daop.runtime.read_window import ReadWindow
 from daop.runtime.worth import WorthTable
 
 from .base import POLICIES, Costs, Outcome, Plan, Policy, Prefetch, View
@@ -34,6 +36,7 @@ from .static import by_frequency, uniform
 
 MARGIN = 0.10
 STALL_MEMORY = 0.005
+HORIZON = 1  # layers of gate look-ahead, where misses are read from a disk
 
 SMOOTH = 0.05
 # Microseconds charged. The first two are measured (benchmarks/policy_overhead.py), the look-ahead's are what
@@ -66,14 +69,15 @@ class Adaptive(Policy):
         self._layer_seconds = costs.layer(1)
         self._between = costs.layer(1)
         self._device = costs.device(0, 1)
-        # Where a miss is read over the same link, a copy pays only as far as it overlaps with computing: at
-        # least half of it must. What does not overlap delays the next layer's misses.
-        self._least = 0.0 if costs.host_beside else 0.5 * self._copy
         self._ends = 0.0
         self._resting = False
         self._stalled = self._look_us  # microseconds per layer, of late
         self._last = 0.0
         self._flying: dict[int, float] = {}  # prefetch under way -> when it should arrive
+        if not costs.host_beside:
+            self.horizon = HORIZON
+            self._blends = [ForecastBlend(geometry) for _ in range(HORIZON)]
+            self._window = ReadWindow(geometry, costs)
         return uniform(geometry, slots) if frequency is None else by_frequency(frequency, slots)
 
     # -- where a miss runs -----------------------------------------------------------------------
@@ -85,14 +89,15 @@ class Adaptive(Policy):
             self._layer_seconds += SMOOTH * (took - self._layer_seconds)
         if step.phase is Phase.PREFILL:
             return self._plan_prefill(step, missing, view)
+        if not self.costs.host_beside:
+            self.plan_us = MISS_US
+            return self._plan_reads(step, missing, view)
         flying = [flat for flat in step.experts if flat in self._flying] if self._flying else []
         self._ends = view.now + (len(step.experts) - len(missing)) * self._device
         if not (missing or flying):
             self.plan_us = HIT_US
             return Plan()
         self.plan_us = MISS_US
-        if not self.costs.host_beside:
-            return self._plan_reads(step, missing, view)
         return self._split(step, missing, [flat for flat in flying if view.filling[flat]], view)
 
     def _split(self, step: Step, missing: Sequence[int], filling: Sequence[int], view: View) -> Plan:
@@ -125,7 +130,11 @@ class Adaptive(Policy):
         return Plan(keep=keep, host=computed)
 
     def _plan_reads(self, step: Step, missing: Sequence[int], view: View) -> Plan:
+        self._window.planned(view.now)
+        for blend in self._blends:
+            blend.learn(step)
         self._table.absorb(step)
+        self._missing = len(missing)
         worth = self._table.flat
         if not missing or view.free_slots(missing[0]) >= len(missing):
             return Plan(keep=missing)
@@ -137,10 +146,9 @@ class Adaptive(Policy):
         return Plan(keep=order[:kept], stream=order[kept:])
 
     def _plan_prefill(self, step: Step, missing: Sequence[int], view: View) -> Plan:
-        if not missing:
-            return Plan()
-        free = view.free_slots(missing[0])
+        free = view.free_slots(missing[0]) if missing else 0
         if not self.costs.host_beside:
+            self._window.interrupted()
             return Plan(keep=missing[:free], stream=missing[free:])
         tokens = dict(zip(step.experts, step.tokens, strict=True))
         order = sorted(missing, key=lambda flat: -tokens[flat])  # the busiest gain most from the device
@@ -173,19 +181,21 @@ class Adaptive(Policy):
         if self._resting and step.phase is Phase.DECODE:
             self.look_ahead_us = REST_US
             return ()
+        if step.phase is Phase.DECODE and not self.costs.host_beside:
+            self.look_ahead_us = self._look_us
+            return self._read_ahead(step, forecasts, view)
         short = self._ends - view.now < GLANCE * LOOK_US * 1e-6
-        if short and not self._native and step.rows == 1 and self.costs.host_beside:
+        if short and not self._native and step.rows == 1:
             self.look_ahead_us = GLANCE_US
             self._table.glance(step)
         else:
             self.look_ahead_us = self._look_us
-            if self.costs.host_beside or step.phase is Phase.PREFILL:
-                self._table.absorb(step)
+            self._table.absorb(step)
         now = view.now
         queued = max(0.0, view.link_free_at - now)
         if self._flying:
             self._flying = {flat: at for flat, at in self._flying.items() if view.filling[flat]}
-        window = max(self._ends - now, 0.0) + self._between - self._least
+        window = max(self._ends - now, 0.0) + self._between
         if queued >= window:
             return ()
         asked: list[Prefetch] = []
@@ -201,11 +211,41 @@ class Adaptive(Policy):
             asked.append(Prefetch(flat, value, None))
         return asked
 
+    def _read_ahead(self, step: Step, forecasts: Sequence[Forecast], view: View) -> Sequence[Prefetch]:
+        """Where misses are read: the absent experts of most worth while the disk would idle, if it pays."""
+        chance, window = self._table.state.chance, self._window
+        for blend, forecast in zip(self._blends, forecasts, strict=False):
+            known = chance[forecast.layer, : len(forecast.scores)]
+            self._table.foretell(step.layer, forecast.layer, blend.chance(forecast, known))
+        queued = max(0.0, view.link_free_at - view.now)
+        if self._flying:
+            self._flying = {flat: at for flat, at in self._flying.items() if view.filling[flat]}
+        window.looked(view.now, queued, 0 if self._flying else self._missing)
+        idle = window.idle(step.layer, len(step.experts) - self._missing, self._missing, queued)
+        asked: list[Prefetch] = []
+        taken: list[int] = []
+        while idle > 0.0 and len(asked) < self.geometry.top_k:
+            flat, value = self._table.best(view.resident, view.filling, (), taken)
+            if value <= MARGIN:
+                break
+            layer, expert = self.geometry.pair(flat)
+            if not window.pays(float(chance[layer, expert]), idle):
+                break
+            taken.append(flat)
+            idle -= window.read
+            self._flying[flat] = view.now + queued + len(taken) * window.read
+            asked.append(Prefetch(flat, value, 1 if layer == step.layer + 1 else None))
+        return asked
+
     def observe(self, outcome: Outcome) -> None:
         """Rest while misses cost less than looking ahead would; wake up when they cost more."""
-        if outcome.step.phase is Phase.DECODE and self.costs.host_beside:
-            self._stalled += STALL_MEMORY * (outcome.stall_seconds * 1e6 - self._stalled)
-            self._resting = self._stalled < (WAKE if self._resting else SLEEP) * self._look_us
+        if outcome.step.phase is not Phase.DECODE:
+            return
+        if not self.costs.host_beside:
+            self._window.finished(outcome)
+            return
+        self._stalled += STALL_MEMORY * (outcome.stall_seconds * 1e6 - self._stalled)
+        self._resting = self._stalled < (WAKE if self._resting else SLEEP) * self._look_us
 
     @property
     def prefetching(self) -> bool:

@@ -139,7 +139,8 @@ class Policy:
     """Base of all policies: keeps nothing, brings nothing early, streams every miss.
 
     Subclasses override what they decide. ``exact`` False: may change the model's output, and says so.
-    ``horizon``: how many layers of forecast ``look_ahead`` wants (0: it is never called with any).
+    ``horizon``: how many layers of forecast ``look_ahead`` wants (0: it is never called with any);
+        ``start`` may set it by the machine.
     ``wants_reuse``: whether ``reuse`` is called once per forward pass with reuse forecasts.
     ``needs_future``: only a simulator, which knows the whole trace, can run it.
     ``profile``: what other traffic taught, set before ``start`` (None: nothing is known).
@@ -150,7 +151,7 @@ class Policy:
     """
 
     exact: ClassVar[bool] = True
-    horizon: ClassVar[int] = 0
+    horizon: int = 0
     wants_reuse: ClassVar[bool] = False
     needs_future: ClassVar[bool] = False
     plan_us: float = 10.0
