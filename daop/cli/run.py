@@ -19,6 +19,7 @@ from daop.runtime.policies.base import POLICIES
 
 if TYPE_CHECKING:
     from daop.api import Runtime
+    from daop.cli.live import LiveView
     from daop.generation import Generation
     from daop.runtime.watching import Watcher
 
@@ -46,6 +47,7 @@ def run(
     trace: Annotated[
         Path | None, Option(metavar="FILE", help="Record the routing (no text, no token ids) into a trace.")
     ] = None,
+    live: Annotated[bool, Option("--live", help="Show what placement does while text streams.")] = False,
     html: options.Html = None,
     timeline: options.Timeline = None,
     force: options.Force = False,
@@ -74,9 +76,12 @@ def run(
         trace=None if trace is None else str(trace),
     ).resolved(machine.read_cpu())
     pictures = RunPictures(html, timeline)
-    with mended(), load(config, output, pictures.watchers) as runtime:
+    view = live_view(output) if live else None
+    watchers = pictures.watchers if view is None else [*pictures.watchers, view]
+    with mended(), load(config, output, watchers) as runtime:
         output.say(runtime.plan.reason, style="dim")
-        batches = converse(runtime, config, asked, max_new_tokens, output, options.sampling(temperature))
+        sampling = options.sampling(temperature)
+        batches = converse(runtime, config, asked, max_new_tokens, output, sampling, view)
         pictures.write(ctx, model, report(runtime, batches, output))
 
 
@@ -87,6 +92,16 @@ def gather(texts: Sequence[str], file: Path | None, limit: int | None) -> list[P
     if limit is not None and file is None:
         raise DaopError("--limit is for the prompts of a file: leave it out, or give --prompts FILE")
     return read_prompts(file, limit) if file is not None else [from_text(text) for text in texts]
+
+
+def live_view(output: Output) -> LiveView | None:
+    """The view, if there is a terminal to draw on."""
+    if not output.console.is_terminal:
+        output.say("--live needs a terminal: the figures come at the end", style="dim")
+        return None
+    from daop.cli.live import LiveView
+
+    return LiveView(output)
 
 
 def load(config: RunConfig, output: Output, watchers: Sequence[Watcher] = ()) -> Runtime:
@@ -108,6 +123,7 @@ def converse(
     max_new_tokens: int,
     output: Output,
     sampling: dict[str, Any],
+    live: LiveView | None = None,
 ) -> list[list[Generation]]:
     """Run every prompt, ``config.batch`` at a time, and the later turns of conversations after them.
 
@@ -132,7 +148,7 @@ def converse(
                 f"[{start + row + 1}/{len(asked)}] {' '.join(said[row][-1]['content'].split())}"
                 for row in rows
             ]
-            answers = _answer(runtime, ids, titles, max_new_tokens, output, sampling)
+            answers = _answer(runtime, ids, titles, max_new_tokens, output, sampling, live)
             for row, answer in zip(rows, answers, strict=True):
                 said[row].append({"role": "assistant", "content": answer.text})
             batches.append(answers)
@@ -146,16 +162,21 @@ def _answer(
     max_new_tokens: int,
     output: Output,
     sampling: dict[str, Any],
+    live: LiveView | None,
 ) -> list[Generation]:
     """One call of generate: a single answer is shown as it comes, several after they are complete."""
-    if len(ids) == 1:
+    if live is not None:
+        with live.show([shorten(title) for title in titles]) as on_text:
+            answers = runtime.generate(ids, max_new_tokens, on_text=on_text, **sampling)
+    elif len(ids) == 1:
         output.say(shorten(titles[0]), style="bold cyan")
         answers = runtime.generate(
             ids, max_new_tokens, on_text=lambda _, text: output.stream(text), **sampling
         )
         output.say("\n")
         return answers
-    answers = runtime.generate(ids, max_new_tokens, **sampling)
+    else:
+        answers = runtime.generate(ids, max_new_tokens, **sampling)
     for title, answer in zip(titles, answers, strict=True):
         output.say(shorten(title), style="bold cyan")
         output.stream(answer.text)
