@@ -18,6 +18,7 @@ from daop.core import DaopError
 from daop.forward_watch import ForwardWatch
 from daop.generation import Generation, OnText, generate, stream
 from daop.runtime.checkpoint import Checkpoint, open_checkpoint
+from daop.runtime.costs import Hardware
 from daop.runtime.early import ApproximateExperts, EarlyResults
 from daop.runtime.experts import ExpertsFn
 from daop.runtime.input_correction import InputCorrection
@@ -51,6 +52,7 @@ def load(
     profile: str | Path | None = None,
     trace: str | Path | None = None,
     trace_token_ids: bool = False,
+    hardware: str | None = None,
     watchers: Sequence[Watcher] = (),
     progress: Progress | None = None,
 ) -> Runtime:
@@ -60,7 +62,9 @@ def load(
     ``ecr`` (share of the routed experts) set the hot set's size; with neither it is chosen to fit this
     machine. ``policy``: a name of ``POLICIES``, ``module:Class``, or a policy object;
     ``profile``: a folder with what other traffic taught. ``trace``: record the routing into this file,
-    ``trace_token_ids`` with the tokens' ids. ``watchers`` are told all that happens, for instance a
+    ``trace_token_ids`` with the tokens' ids. ``hardware``: what things cost on this machine, a
+    file of ``daop calibrate`` (None: a calibration saved before, or a rule of thumb; the device cuda measures
+    when it starts). ``watchers`` are told all that happens, for instance a
     ``runtime.timeline.Timeline``. ``dtype``: that of
     everything but the routed experts, which are computed as stored. ``context`` and ``batch`` are what
     the KV cache is planned for. ``threads`` sets how many
@@ -73,8 +77,15 @@ def load(
     say("reading the checkpoint's headers", 0.0)
     checkpoint = open_checkpoint(model)
     chosen = policy if isinstance(policy, Policy) else _policy(policy, policy_options, profile, checkpoint)
+    costs, costs_from = _costs(device, checkpoint, hardware)
     wishes = Wishes(
-        fast_memory=fast_memory, ecr=ecr, context=context, batch=batch, dtype=dtype, direct_io=direct_io
+        fast_memory=fast_memory,
+        ecr=ecr,
+        context=context,
+        batch=batch,
+        dtype=dtype,
+        direct_io=direct_io,
+        hardware=costs,
     )
     found = find_device(device, checkpoint, wishes)
     say("loading everything but the experts", 0.1)
@@ -84,6 +95,7 @@ def load(
         chosen,
         policy_name=policy if isinstance(policy, str) else type(policy).__name__,
         dtype=dtype,
+        costs_from=costs_from,
         recorder=_recorder(trace, checkpoint, policy, trace_token_ids) if trace is not None else None,
         watchers=watchers,
         progress=say,
@@ -100,6 +112,17 @@ def _policy(
             f"--policy {name} must know the future, which only a simulated run does: daop compare"
         )
     return policy
+
+
+def _costs(device: str, checkpoint: Checkpoint, asked: str | None) -> tuple[Hardware | None, str]:
+    """What things cost and where that is from, so that policies decide by this machine."""
+    if device != "host":
+        if asked is not None:
+            raise DaopError("--hardware is for --device host: the device cuda measures itself at every start")
+        return None, "measurements at the start"
+    from daop.calibration import costs_for
+
+    return costs_for(checkpoint, asked)
 
 
 def _recorder(path: str | Path, checkpoint: Checkpoint, policy: object, token_ids: bool) -> Recorder:
@@ -128,8 +151,10 @@ class Runtime:
         recorder: Recorder | None,
         watchers: Sequence[Watcher],
         progress: Progress,
+        costs_from: str = "",
     ) -> None:
         self.policy_name = policy_name
+        self.costs_from = costs_from
         self.checkpoint = checkpoint
         self.geometry = checkpoint.geometry
         self._run: ExpertsFn | None = None

@@ -29,7 +29,7 @@ from daop.runtime.watching import Watcher
 from daop.training.parquet import read_trace
 from daop.training.split import split_by_sequence
 from daop.training.trace import ABSENT, PHASES, Trace
-from daop.units import parse_size
+from daop.units import format_size, parse_size
 
 STATIC = ("static", "static_front", "static_frequency")
 BOUND = "optimum"
@@ -57,15 +57,28 @@ class Recorded:
     learnt_from: str | None
 
 
-def settings(hardware: str, shares: Sequence[float], batch: int, weight_bits: float) -> list[Setting]:
+def settings(hardware: str, shares: Sequence[float], batch: int, weight_bits: float | None) -> list[Setting]:
     """Every machine of a comma-separated list with every share."""
     machines = [load(name.strip()) for name in hardware.split(",") if name.strip()]
     if not machines:
         raise DaopError("--hardware names no machine")
     return [
-        Setting(hardware=machine, ecr=share, batch=batch, weight_bits=weight_bits)
+        Setting(
+            hardware=machine, ecr=share, batch=batch, weight_bits=weight_bits or machine.weight_bits or 16.0
+        )
         for machine in machines
         for share in shares
+    ]
+
+
+def mismatches(settings: Sequence[Setting], geometry: Geometry) -> list[str]:
+    """Machines that were measured with experts of quite another size, said for people."""
+    mine = float(np.mean(geometry.bytes_of))
+    return [
+        f"{machine.hardware.name} was calibrated with experts of {format_size(machine.expert_bytes)}, but "
+        f"the trace's have {format_size(int(mine))}: calibrate again with --expert-bytes {int(mine)}"
+        for machine in {setting.hardware.hardware.name: setting.hardware for setting in settings}.values()
+        if machine.expert_bytes is not None and not 0.5 <= machine.expert_bytes / mine <= 2
     ]
 
 

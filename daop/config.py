@@ -26,6 +26,7 @@ class RunConfig:
     ``dtype``: of everything but the routed experts (None: what the model says). ``threads`` None: one for
     each core that this process may use. ``context`` and ``batch``: what the KV cache is planned for.
     ``profile``: a folder with what other traffic taught; ``trace``: the file that the routing is recorded in.
+    ``hardware``: what things cost here (None: a saved calibration, or a rule of thumb).
     """
 
     model: str
@@ -43,6 +44,7 @@ class RunConfig:
     profile: str | None = None
     trace: str | None = None
     trace_token_ids: bool = False
+    hardware: str | None = None
 
     def __post_init__(self) -> None:
         if not self.model:

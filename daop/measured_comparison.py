@@ -31,6 +31,7 @@ def measure(
     max_new_tokens: int,
     direct_io: bool,
     profile: Path | None,
+    hardware: str | None = None,
     told: Told,
     watch: Watch | None = None,
 ) -> list[dict[str, Any]]:
@@ -50,12 +51,14 @@ def measure(
         for repeat in range(repeats):
             for name in policies:
                 told(f"ECR {share:g}, run {repeat + 1} of {repeats}: {name}", 0.0)
-                runs[name].append(_run(model, asked, share, name, max_new_tokens, direct_io, profile))
+                runs[name].append(
+                    _run(model, asked, share, name, max_new_tokens, direct_io, profile, hardware)
+                )
         if watch is not None:
             for name in policies:
                 told(f"ECR {share:g}, a run to be watched, not timed: {name}", 0.0)
                 watchers = watch("this machine", share, name)
-                _run(model, asked, share, name, max_new_tokens, direct_io, profile, watchers)
+                _run(model, asked, share, name, max_new_tokens, direct_io, profile, hardware, watchers)
         _check_tokens(runs)
         rows += _rows(share, runs)
     return rows
@@ -69,6 +72,7 @@ def _run(
     max_new_tokens: int,
     direct_io: bool,
     profile: Path | None,
+    hardware: str | None,
     watchers: Sequence[Watcher] = (),
 ) -> dict[str, Any]:
     import daop
@@ -78,7 +82,9 @@ def _run(
     policy = make_policy(name)
     if profile is not None:
         policy.profile = Profile.load(profile, open_checkpoint(model).geometry)
-    with daop.load(model, policy=policy, ecr=share, direct_io=direct_io, watchers=watchers) as runtime:
+    with daop.load(
+        model, policy=policy, ecr=share, direct_io=direct_io, hardware=hardware, watchers=watchers
+    ) as runtime:
         runtime.drop_cache()
         runtime.reset_statistics()
         batches = [

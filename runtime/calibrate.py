@@ -1,173 +1,173 @@
-"""Measures the machine at hand: what it costs to read an expert, compute one, and get to the next layer.
+"""Measures the machine at hand, on the device ``host``: what it costs to read an expert, compute one, and
+get to the next layer.
 
-The tier ``host``: fast memory is RAM, behind it is a disk, one processor computes. Under two minutes. The
-result has the form of the hardware profiles that daop ships, each figure with how it was measured.
+Each figure is fitted to timings made with what a run uses (``measure_host``); its source says how
+it was measured and between which values the middle four fifths of the timings lay. Time and memory are
+bounded whatever the size of an expert; nothing is written but where no model is given (``model_to_measure``).
 """
 
 from __future__ import annotations
 
-import os
-import statistics
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from daop.core import DaopError
 
+from . import measure_host
+from .checkpoint import Checkpoint
 from .costs import Hardware
+from .host_compute import HostExperts
+from .machinery import READ_THREADS, weight_bits
+from .measure_host import HostBench, LayerClock, Times
 
-READERS = 8
-EXPERTS = 24  # experts that are read or computed; together they outgrow a processor's caches
-ALIGNED = 4096
+TOGETHER = (1, 2, 4)  # experts read at once
+TOKENS = (1, 4, 16, 64)
+PROMPTS = (16, 512)
+ANSWER = 20  # tokens generated after each prompt
 
 Told = Callable[[str, float], None]
 
 
-def measure(
-    folder: Path, size: int, *, threads: int | None = None, told: Told | None = None
-) -> tuple[Hardware, dict[str, str]]:
-    """Calibrate with experts of ``size`` bytes; writes and reads ``EXPERTS`` of them in ``folder``.
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A measured machine: its figures, for each how it was measured, and the experts that were used.
 
-    Returns the machine, and for each figure how it was measured.
-    """
+    ``pause_seconds``: what was left between bursts of reads."""
+
+    hardware: Hardware
+    sources: dict[str, str]
+    expert_bytes: int
+    weight_bits: float
+    pause_seconds: float
+
+
+def calibrate_host(
+    checkpoint: Checkpoint, *, direct_io: bool = True, seconds: float = 20.0, told: Told | None = None
+) -> Calibration:
+    """Calibrate with a model's own experts and layers in about ``seconds``, loading not counted."""
     say = told or (lambda _, __: None)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    size = max(ALIGNED, size // ALIGNED * ALIGNED)
-    say("reading from the disk", 0.0)
-    disk_gbs, latency_us, direct = read_speed(folder, size)
-    say("computing experts for one token", 0.4)
-    one = expert_seconds(size, 1)
-    say("computing experts for many tokens", 0.6)
-    many = expert_seconds(size, 64)
-    say("attention and router of a layer", 0.8)
-    layer, per_row = layer_seconds()
+    if seconds <= 0:
+        raise DaopError(f"--seconds is {seconds}, but must be above 0")
+    say("loading everything but the experts", 0.0)
+    clock = LayerClock(checkpoint)
+    size = checkpoint.layouts[0].stored_bytes
+    bits = weight_bits(checkpoint)
+    say("attention, router and everything else of a layer", 0.1)
+    figures, sources = _layers(clock, checkpoint.geometry.layers)
+    with HostBench(checkpoint, direct_io=direct_io) as bench:
+        bench.fill()
+        say("computing experts", 0.3)
+        computed = {n: measure_host.computing(bench, clock.compute, n, 0.05 * seconds) for n in TOKENS}
+        say("computing experts while others are read", 0.5)
+        beside, _ = measure_host.computing_beside_reads(bench, clock.compute, 0.1 * seconds)
+        found, how = _experts(computed, beside, size, bits)
+        figures, sources = figures | found, sources | how
+        say("reading experts", 0.6)
+        pause = figures["layer_us"] * 1e-6 + checkpoint.geometry.top_k * typical(computed[1])
+        found, how = measure_link(bench, clock.compute, 0.4 * seconds, pause)
+        figures, sources = figures | found, sources | how
     say("done", 1.0)
-    gbs = size / one / 1e9
-    gflops = 64 * size / many / 1e9  # bf16: one product and one sum per two bytes
-    way = "O_DIRECT" if direct else "through the page cache, which this file system cannot bypass"
     hardware = Hardware(
-        name="this machine",
-        tier="host",
-        link_gbs=round(disk_gbs, 4),
-        link_latency_us=round(latency_us, 1),
-        host_gbs=round(gbs, 3),
-        host_gflops=round(max(gflops, gbs), 3),
-        device_gbs=round(gbs, 3),
-        device_gflops=round(max(gflops, gbs), 3),
-        layer_us=round(layer * 1e6, 1),
-        layer_us_per_row=round(per_row * 1e6, 2),
+        name="this machine", tier="host", **{n: float(f"{v:.4g}") for n, v in figures.items()}
     )
-    computed = f"bf16 experts of {size} bytes, {torch.get_num_threads()} threads, median"
-    sources = {
-        "link_gbs": f"{READERS} readers at once, {size} bytes each, {way}",
-        "link_latency_us": "4 KiB read, median",
-        "host_gbs": f"one token, {computed}",
-        "host_gflops": f"64 tokens, {computed}",
-        "device_gbs": "the same processor as host",
-        "device_gflops": "the same processor as host",
-        "layer_us": "attention block of width 1024 for one row, float32",
-        "layer_us_per_row": "the same for 64 rows",
-    }
-    return hardware, sources
+    return Calibration(
+        hardware=hardware, sources=sources, expert_bytes=size, weight_bits=bits, pause_seconds=pause
+    )
 
 
-def read_speed(folder: Path, size: int) -> tuple[float, float, bool]:
-    """(GB/s with several readers, microseconds of one small read, whether the page cache was bypassed)."""
-    path = folder / f".daop-calibrate-{os.getpid()}"
-    try:
-        with path.open("wb") as file:
-            block = os.urandom(size)
-            for _ in range(EXPERTS):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-        descriptor, direct = _open(path)
-        try:
-            began = time.perf_counter()
-            with ThreadPoolExecutor(READERS) as pool:
-                for got in pool.map(lambda i: _read(descriptor, i * size, size), range(EXPERTS)):
-                    if got != size:
-                        raise DaopError(f"{path}: a read gave {got} of {size} bytes")
-            took = time.perf_counter() - began
-            small = [_timed(partial(_read, descriptor, i * size, ALIGNED)) for i in range(EXPERTS)]
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise DaopError(
-            f"cannot measure the disk in {folder}: {error}; name another with --folder"
-        ) from error
-    finally:
-        path.unlink(missing_ok=True)
-    return EXPERTS * size / took / 1e9, statistics.median(small) * 1e6, direct
+Fitted = tuple[dict[str, float], dict[str, str]]
 
 
-def _open(path: Path) -> tuple[int, bool]:
-    direct = getattr(os, "O_DIRECT", 0)
-    if direct:
-        try:
-            return os.open(path, os.O_RDONLY | direct), True
-        except OSError:
-            pass
-    descriptor = os.open(path, os.O_RDONLY)
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    return descriptor, False
+def measure_link(bench: HostBench, compute: HostExperts, seconds: float, pause: float) -> Fitted:
+    """The line through the times of n reads at once: its slope is what one read takes of the disk, and what
+    one alone takes beyond that is latency."""
+    reads = {n: measure_host.bursts(bench, compute, n, seconds / len(TOGETHER), pause) for n in TOGETHER}
+    size = bench.checkpoint.layouts[0].stored_bytes
+    found = {n: typical(times) for n, times in reads.items()}
+    slope = float(np.polyfit(list(found), list(found.values()), 1)[0])
+    own = min(max(slope, found[max(found)] / max(found) / 2), found[1])
+    latency = found[1] - own
+    each = ", ".join(f"{n} at once {spread(times)}" for n, times in reads.items())
+    text = f"experts of {size} bytes, {READ_THREADS} threads {bench.way}, {pause * 1e3:.1f} ms pauses: {each}"
+    return (
+        {"link_gbs": size / own / 1e9, "link_latency_us": latency * 1e6, "link_parallel": READ_THREADS},
+        {"link_gbs": text, "link_latency_us": "the same", "link_parallel": "the number of reading threads"},
+    )
 
 
-def _read(descriptor: int, offset: int, size: int) -> int:
-    import mmap
-
-    with mmap.mmap(-1, size) as buffer:  # anonymous maps are aligned as O_DIRECT asks
-        return os.preadv(descriptor, [buffer], offset)
-
-
-def _timed(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
-def expert_seconds(size: int, tokens: int) -> float:
-    """Computing one gated expert for so many tokens, its weights not in cache: the median."""
-    width = max(64, int((size / 2 / 3) ** 0.5) // 64 * 64)
-    inner = max(64, size // 2 // (3 * width))
-    weights = [
-        (torch.randn(2 * inner, width).bfloat16(), torch.randn(width, inner).bfloat16())
-        for _ in range(EXPERTS)
-    ]
-    hidden = torch.randn(tokens, width).bfloat16()
-
-    def compute(up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        gate, value = (hidden @ up.T).chunk(2, dim=-1)
-        return (torch.nn.functional.silu(gate) * value) @ down.T
-
-    with torch.inference_mode():
-        compute(*weights[0])
-        times = [_timed(partial(compute, *pair)) for pair in weights]
-    return statistics.median(times)
+def _experts(computed: dict[int, Times], beside: Times, size: int, bits: float) -> Fitted:
+    """Bandwidth from one token, arithmetic from many; and how much reads beside it slow computing down."""
+    found = {n: typical(times) for n, times in computed.items()}
+    gbs = size / found[1] / 1e9
+    flops = 16.0 * size / bits
+    gflops = max(n * flops / seconds for n, seconds in found.items()) / 1e9
+    slows = max(1.0, typical(beside) / found[1])
+    threads = f"{torch.get_num_threads()} threads"
+    each = ", ".join(f"{n} tokens {spread(times)}" for n, times in computed.items())
+    return (
+        {
+            **{"host_gbs": gbs, "host_gflops": gflops, "device_gbs": gbs, "device_gflops": gflops},
+            "link_slows": slows,
+        },
+        {
+            "device_gbs": f"one token {spread(computed[1])}, {threads}",
+            "device_gflops": f"the best of {each}",
+            "host_gbs": "the same processor as device",
+            "host_gflops": "the same processor as device",
+            "link_slows": f"one token while the disk is read {spread(beside)}",
+        },
+    )
 
 
-def layer_seconds(width: int = 1024, context: int = 512) -> tuple[float, float]:
-    """(one row, each further row) of an attention block with router: an orientation, not a model's figure."""
-    project = torch.randn(4 * width, width)
-    router = torch.randn(64, width)
-    keys = torch.randn(1, 16, context, width // 16)
+def _layers(clock: LayerClock, layers: int) -> Fitted:
+    """One row; each further row and each token of context from a longer prompt; the pass around them."""
+    tokens: dict[int, Times] = {}
+    decode: dict[int, Times] = {}
+    prefill: dict[int, float] = {}
+    limit = getattr(clock.built.model.config.get_text_config(), "max_position_embeddings", None)
+    longest = PROMPTS[1] if limit is None else max(PROMPTS[0] + 1, min(PROMPTS[1], limit - ANSWER - 1))
+    prompts = (PROMPTS[0], longest)
+    for prompt in prompts:
+        clock.passes.clear()
+        tokens[prompt] = clock.generate(prompt, ANSWER)
+        steps = [(rows, times) for rows, times in clock.passes if times]
+        decode[prompt] = [t for rows, times in steps if rows == 1 for t in times]
+        prefill[prompt] = typical([t for rows, times in steps if rows > 1 for t in times] or [0.0])
+    few, many = prompts
+    one = typical(decode[few] or [typical(tokens[few]) / layers])
+    per_context = max(0.0, typical(decode[many] or [one]) - one) / (many - few)
+    attended = per_context * many * many / 2
+    per_row = max(0.0, prefill[many] - one - attended) / (many - 1)
+    outside = max(0.0, typical(tokens[few]) - layers * one)
+    text = f"of {ANSWER} tokens after a prompt of {few}, experts giving zeros"
+    return (
+        {
+            **{"layer_us": one * 1e6, "layer_us_per_row": per_row * 1e6, "forward_us": outside * 1e6},
+            "layer_us_per_context": per_context * 1e6,
+        },
+        {
+            "layer_us": f"between the experts of two layers, {text}: {spread(decode[few])}",
+            "layer_us_per_row": f"a prompt of {many} tokens, less attention to its context",
+            "layer_us_per_context": f"after a prompt of {many} tokens instead: {spread(decode[many])}",
+            "forward_us": f"{text}, less the layers: {spread(tokens[few])} a token",
+        },
+    )
 
-    def run(rows: int) -> None:
-        hidden = torch.randn(rows, width)
-        mixed = (hidden @ project.T).chunk(4, dim=-1)
-        query = mixed[0].reshape(1, rows, 16, -1).transpose(1, 2)
-        torch.nn.functional.scaled_dot_product_attention(query, keys, keys)
-        torch.softmax(mixed[1] @ router.T, dim=-1).topk(4)
 
-    with torch.inference_mode():
-        run(1)
-        one = statistics.median(_timed(lambda: run(1)) for _ in range(30))
-        many = statistics.median(_timed(lambda: run(64)) for _ in range(10))
-    return one, max(0.0, many - one) / 63
+def typical(times: Sequence[float]) -> float:
+    """The mean of the middle four fifths: what many of them take together, less rare interruptions."""
+    ordered = sorted(times)
+    cut = len(ordered) // 10
+    middle = ordered[cut : len(ordered) - cut]
+    return sum(middle) / len(middle)
+
+
+def spread(times: Sequence[float]) -> str:
+    """Typical value, and the range of the middle four fifths, for people."""
+    if not times:
+        return "not measured"
+    low, high = np.percentile(times, (10, 90)) * 1e3
+    return f"{typical(times) * 1e3:.4g} ms ({low:.4g} to {high:.4g}, n={len(times)})"

@@ -3,10 +3,13 @@
 All figures are seconds, bytes and bytes per second; profiles are written in GB/s (1e9 bytes) and
 microseconds. The model is deliberately small:
 
-    copy(e)       latency + bytes / link bandwidth
+    copy(e)       latency + bytes / link bandwidth; of ``link_parallel`` transfers the latencies overlap
     host(e, n)    activation there and back + overhead + max(bytes / host bandwidth, flops(n) / host rate)
     device(e, n)  overhead + max(bytes / device bandwidth, flops(n) / device rate)
-    layer(n)      attention, norms and router of one layer, for n rows
+    layer(n, c)   all of one layer but its experts, for n rows that see c tokens of context in all
+    forward(n)    what a forward pass takes outside its layers: embedding, head, choice of the next token
+
+While the link is busy, what computes beside it on the same memory takes ``link_slows`` times as long.
 
 On the tier ``device`` fast memory is the GPU's, the link is PCIe, and the host computes what it holds.
 On the tier ``host`` fast memory is RAM, the link is the disk, and there is one processor: a miss that
@@ -32,6 +35,8 @@ class Hardware:
     link_latency_us: float = 0.0
     link_pageable_gbs: float | None = None
     link_chunk_mib: float = 1.0
+    link_parallel: float = 1.0
+    link_slows: float = 1.0
     host_gbs: float
     host_gflops: float
     host_overhead_us: float = 0.0
@@ -41,6 +46,9 @@ class Hardware:
     device_overhead_us: float = 0.0
     layer_us: float
     layer_us_per_row: float = 0.0
+    layer_us_per_context: float = 0.0
+    forward_us: float = 0.0
+    forward_us_per_row: float = 0.0
     forecast_us: float = 0.0
     disk_gbs: float | None = None
     disk_latency_us: float = 0.0
@@ -60,6 +68,22 @@ class Hardware:
         if bad or value > 1e9:
             kind = "a delay of zero or more microseconds" if delay else "a positive number"
             raise DaopError(f"hardware {self.name!r}: {name} is {value!r}, but must be {kind} below 1e9")
+        if name in ("link_parallel", "link_slows") and value < 1:
+            raise DaopError(f"hardware {self.name!r}: {name} is {value!r}, but must be at least 1")
+
+
+ROUGH = Hardware(
+    name="rule of thumb",
+    tier="host",
+    link_gbs=1.0,
+    host_gbs=10.0,
+    host_gflops=160.0,
+    device_gbs=10.0,
+    device_gflops=160.0,
+    layer_us=1000.0,
+    layer_us_per_row=10.0,
+)
+"""A PC with an SSD that nobody has calibrated. Only the ratios matter; ``daop calibrate`` measures them."""
 
 
 class HardwareCosts:
@@ -79,6 +103,13 @@ class HardwareCosts:
         sizes = [int(n) for n in geometry.bytes_of]
         link, latency = hardware.link_gbs * 1e9, hardware.link_latency_us * 1e-6
         self.copy_seconds = [latency + size / link for size in sizes]
+        # what a transfer takes of the link's time; the rest of its latency passes while others are served
+        self.link_seconds = [
+            max(size / link, copy / hardware.link_parallel)
+            for size, copy in zip(sizes, self.copy_seconds, strict=True)
+        ]
+        self.link_delay = [c - own for c, own in zip(self.copy_seconds, self.link_seconds, strict=True)]
+        self.link_slows = hardware.link_slows
         self._device_bytes = [size / (hardware.device_gbs * 1e9) for size in sizes]
         self._host_bytes = [size / (hardware.host_gbs * 1e9) for size in sizes]
         flops = [
@@ -91,6 +122,9 @@ class HardwareCosts:
         self.host_beside = hardware.tier == "device"
         self._layer = hardware.layer_us * 1e-6
         self._row = hardware.layer_us_per_row * 1e-6
+        self._context = hardware.layer_us_per_context * 1e-6
+        self._forward = hardware.forward_us * 1e-6
+        self._forward_row = hardware.forward_us_per_row * 1e-6
         self.chunk_seconds = hardware.link_chunk_mib * 2**20 / link
         self.forecast_seconds = hardware.forecast_us * 1e-6
 
@@ -105,5 +139,9 @@ class HardwareCosts:
             return self.copy_seconds[flat] + self.device(flat, tokens)
         return self._host_overhead + max(self._host_bytes[flat], tokens * self._host_flops[flat])
 
-    def layer(self, rows: int) -> float:
-        return self._layer + self._row * max(0, rows - 1)
+    def layer(self, rows: int, context: int = 0) -> float:
+        return self._layer + self._row * max(0, rows - 1) + self._context * context
+
+    def forward(self, rows: int) -> float:
+        """Seconds of a forward pass outside its layers."""
+        return self._forward + self._forward_row * max(0, rows - 1)

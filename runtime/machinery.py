@@ -5,6 +5,7 @@ set in RAM with files behind it, is here; ``cuda`` in the folder of that name.""
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from daop.core import DaopError
 
 from .checkpoint import Checkpoint
 from .conductor import Conductor
+from .costs import ROUGH, Hardware, HardwareCosts
 from .executor import Executor, HostExecutor
 from .experts import ExpertsFn
 from .files import FileReader
@@ -25,7 +27,6 @@ from .model import BuiltModel
 from .policies.base import Policy
 from .recording import Recorder
 from .residency import Residency
-from .rough_costs import RoughCosts
 from .slots import SlotMemory
 from .statistics import Statistics
 from .transfers import CHUNK, FileTransfers
@@ -42,7 +43,7 @@ STAGING = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What a run asks of its device: see ``daop.load``."""
+    """What a run asks of its device: see ``daop.load``. ``hardware``: what things cost, if known."""
 
     fast_memory: int | str | None = None
     ecr: float | None = None
@@ -50,6 +51,7 @@ class Wishes:
     batch: int = 1
     dtype: str | None = None
     direct_io: bool = False
+    hardware: Hardware | None = None
 
 
 class Device(Protocol):
@@ -120,7 +122,7 @@ class HostDevice:
 
     def __init__(self, checkpoint: Checkpoint, wishes: Wishes) -> None:
         self._checkpoint = checkpoint
-        self._direct_io = wishes.direct_io
+        self._wishes = wishes
         self.plan = plan_memory(
             checkpoint,
             fast_memory=wishes.fast_memory,
@@ -146,7 +148,8 @@ class HostDevice:
             self.plan,
             policy,
             built,
-            direct_io=self._direct_io,
+            direct_io=self._wishes.direct_io,
+            hardware=self._wishes.hardware,
             recorder=recorder,
             watchers=watchers,
         )
@@ -163,6 +166,7 @@ class HostMachinery:
         built: BuiltModel,
         *,
         direct_io: bool,
+        hardware: Hardware | None = None,
         recorder: Recorder | None,
         watchers: Sequence[Watcher] = (),
     ) -> None:
@@ -176,9 +180,8 @@ class HostMachinery:
             HostExperts(layout, form, count)
             for layout, form, count in zip(checkpoint.layouts, built.forms, geometry.experts, strict=True)
         ]
-        conductor = Conductor(
-            policy, self.residency, self.transfers, RoughCosts(geometry), Statistics(geometry), watchers
-        )
+        costs = HardwareCosts(hardware or ROUGH, geometry, weight_bits(checkpoint))
+        conductor = Conductor(policy, self.residency, self.transfers, costs, Statistics(geometry), watchers)
         if watchers:
             self.transfers.span = conductor.span
         self.executor = HostExecutor(
@@ -207,6 +210,13 @@ class HostMachinery:
     def close(self) -> None:
         self.transfers.close()
         self.reader.close()
+
+
+def weight_bits(checkpoint: Checkpoint) -> float:
+    """Bits of one stored weight of the experts, scales included."""
+    layout, source = checkpoint.layouts[0], checkpoint.skeleton.experts[0].sources.values()
+    weights = sum(math.prod(part.shape) for part in source)
+    return 8.0 * layout.stored_bytes / weights
 
 
 def peak_rss() -> int:

@@ -2,7 +2,8 @@
 
 Demand is served in order and never overtaken, so its end is known when it is asked for. Speculation
 uses what demand leaves: it advances in chunks, only as far as the clock has come, and a demand that
-arrives in the middle of a chunk begins when that chunk has ended.
+arrives in the middle of a chunk begins when that chunk has ended. A transfer takes the link for its
+``seconds``; it arrives ``delay`` after that, while the link serves others already.
 """
 
 from __future__ import annotations
@@ -13,13 +14,20 @@ from .watching import Span
 
 
 class VirtualEngine:
-    """``copy_seconds[flat]``: time of one transfer; ``chunk_seconds``: what cannot be interrupted."""
+    """``seconds[flat]``: the link's time for one transfer; ``chunk_seconds``: what cannot be interrupted."""
 
-    def __init__(self, copy_seconds: Sequence[float], chunk_seconds: float, track: str = "link in") -> None:
+    def __init__(
+        self,
+        seconds: Sequence[float],
+        chunk_seconds: float,
+        delay: Sequence[float] | None = None,
+        track: str = "link in",
+    ) -> None:
         self.now = 0.0
         self.host_free_at = 0.0
         self.arrives_at: dict[int, float] = {}  # demand asked for, not collected yet
-        self._copy = copy_seconds
+        self._copy = seconds
+        self._delay = delay if delay is not None and any(delay) else None
         self._chunk = chunk_seconds
         self._clock = 0.0  # the link is committed up to here
         self._waiting: dict[int, float] = {}  # speculation: seconds left, in order
@@ -30,29 +38,36 @@ class VirtualEngine:
         self.busy_seconds = 0.0
 
     @property
+    def demand_ends_at(self) -> float:
+        """Until when the link serves what somebody waits for."""
+        return self._clock
+
+    @property
     def link_free_at(self) -> float:
         self._advance()
         return max(self._clock, self.now) + sum(self._waiting.values())
 
     def fetch(self, flat: int, slot: int, *, demand: bool) -> None:
         if demand:
-            self.arrives_at[flat] = self.demand(flat, self._copy[flat])
+            self.arrives_at[flat] = self.demand(flat)
         else:
             self._advance()
             if not self._waiting and self._clock < self.now:
                 self._clock = self.now
             self._waiting[flat] = self._copy[flat]
 
-    def demand(self, flat: int, seconds: float) -> float:
-        """A transfer that somebody waits for; returns when it ends."""
+    def demand(self, flat: int, seconds: float | None = None) -> float:
+        """A transfer that somebody waits for; returns when it arrives. ``seconds``: what is left of it."""
         if self._waiting:
             self._advance()
+        if seconds is None:
+            seconds = self._copy[flat]
         begin = self._clock if self._clock > self.now else self.now
         self._clock = end = begin + seconds
         self.busy_seconds += seconds
         if self.span is not None:
             self.span(self._track, "copy", begin, end, (flat,))
-        return end
+        return end if self._delay is None else end + self._delay[flat]
 
     def promote(self, flat: int) -> None:
         self._advance()
@@ -104,4 +119,4 @@ class VirtualEngine:
             else:
                 del waiting[flat]
                 self._begun.discard(flat)
-                self._landed.append((self._clock, flat))
+                self._landed.append((self._clock + (self._delay[flat] if self._delay else 0.0), flat))

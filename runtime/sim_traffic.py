@@ -79,6 +79,7 @@ class Forward:
     experts: Sequence[Sequence[int]]
     tokens: Sequence[Sequence[int]]
     weights: Sequence[Sequence[float]] | None
+    context: int = 0  # tokens that the rows see, summed over them
 
 
 class Lists:
@@ -128,7 +129,8 @@ def forwards(traffic: Traffic, batch: int = 1, prefill_chunk: int = 512) -> Iter
     if batch < 1 or prefill_chunk < 1:
         raise DaopError("the batch and the prefill chunk must be at least 1")
     lists = Lists(traffic)
-    waiting = list(reversed(list(enumerate(traffic.spans))))
+    spans = traffic.spans
+    waiting = list(reversed(list(enumerate(spans))))
     running: list[list[int]] = []  # [next token, past-the-end token, sequence number, started]
     while waiting or running:
         while waiting and len(running) < batch:
@@ -137,13 +139,16 @@ def forwards(traffic: Traffic, batch: int = 1, prefill_chunk: int = 512) -> Iter
             for at in range(begin, after, prefill_chunk):
                 chunk = range(at, min(at + prefill_chunk, after))
                 starts = [number] if at == begin else []
-                yield merge(lists, Phase.PREFILL, chunk, starts, [number] if chunk.stop == after else [])
+                seen = sum(range(chunk.start - begin + 1, chunk.stop - begin + 1))
+                ended = [number] if chunk.stop == after else []
+                yield merge(lists, Phase.PREFILL, chunk, starts, ended, seen)
             if after < end:
                 running.append([after, end, number, int(after > begin)])
         if not running:
             continue
         first = [entry[2] for entry in running if not entry[3]]
-        yield merge(lists, Phase.DECODE, [entry[0] for entry in running], first, first)
+        seen = sum([1 + entry[0] - spans[entry[2]][0] for entry in running])
+        yield merge(lists, Phase.DECODE, [entry[0] for entry in running], first, first, seen)
         for entry in running:
             entry[0] += 1
             entry[3] = 1
@@ -158,7 +163,12 @@ def _prefill_end(traffic: Traffic, begin: int, end: int) -> int:
 
 
 def merge(
-    lists: Lists, phase: Phase, token_ids: Sequence[int], starts: Sequence[int], first: Sequence[int]
+    lists: Lists,
+    phase: Phase,
+    token_ids: Sequence[int],
+    starts: Sequence[int],
+    first: Sequence[int],
+    context: int = 0,
 ) -> Forward:
     """One forward over several tokens: experts that several of them chose are counted together."""
     rows = len(token_ids)
@@ -166,7 +176,7 @@ def merge(
         experts, weights = lists.token(token_ids[0])
         widest = [1] * max(map(len, experts))
         ones = [widest if len(row) == len(widest) else [1] * len(row) for row in experts]
-        return Forward(phase, 1, token_ids, starts, first, experts, ones, weights)
+        return Forward(phase, 1, token_ids, starts, first, experts, ones, weights, context)
     parts = [lists.token(token) for token in token_ids]
     per_layer: list[list[int]] = []
     counts: list[list[int]] = []
@@ -184,4 +194,5 @@ def merge(
         per_layer.append(chosen)
         counts.append([count[flat] for flat in chosen])
         sums.append([total[flat] for flat in chosen] if weighed else [])
-    return Forward(phase, rows, token_ids, starts, first, per_layer, counts, sums if weighed else None)
+    weight_sums = sums if weighed else None
+    return Forward(phase, rows, token_ids, starts, first, per_layer, counts, weight_sums, context)

@@ -61,6 +61,7 @@ class Run:
     device_seconds: float = 0.0
     host_seconds: float = 0.0
     layer_seconds: float = 0.0
+    forward_seconds: float = 0.0
     decision_seconds: float = 0.0
 
     @property
@@ -79,6 +80,7 @@ class Run:
             **self.statistics.as_dict(),
             "busy_ms": {
                 "layers": self.layer_seconds * 1e3,
+                "outside_layers": self.forward_seconds * 1e3,
                 "decisions": self.decision_seconds * 1e3,
                 "device": self.device_seconds * 1e3,
                 "host": self.host_seconds * 1e3,
@@ -106,7 +108,10 @@ class Simulator:
         self.costs = costs
         self.policy = policy
         self.engine = VirtualEngine(
-            costs.copy_seconds, costs.chunk_seconds, "link in" if costs.host_beside else "disk"
+            costs.link_seconds,
+            costs.chunk_seconds,
+            costs.link_delay,
+            "link in" if costs.host_beside else "disk",
         )
         self.statistics = Statistics(geometry)
         classes = sorted(set(geometry.expert_bytes))
@@ -160,6 +165,9 @@ class Simulator:
         self.conductor.begin(forward.phase, forward.rows, len(forward.starts))
         if self._forecaster is not None:
             self._forecaster.forward(forward)
+        outside = self.costs.forward(forward.rows)
+        engine.now += outside
+        result.forward_seconds += outside
         weights = forward.weights
         number, phase, rows = self._forward, forward.phase, forward.rows
         for layer, experts in enumerate(forward.experts):
@@ -174,7 +182,7 @@ class Simulator:
                 forward.tokens[layer],
                 weights[layer] if weights else None,
             )
-            self._layer(step)
+            self._layer(step, forward.context)
         self._forward += 1
         took = engine.now - began
         result.tokens += rows
@@ -185,9 +193,9 @@ class Simulator:
         if forward.first:
             result.ttft += [took] * len(forward.first)
 
-    def _layer(self, step: Step) -> None:
+    def _layer(self, step: Step, context: int) -> None:
         engine, result, conductor = self.engine, self.result, self.conductor
-        before = self.costs.layer(step.rows)
+        before = self.costs.layer(step.rows, context)
         engine.now += before
         result.layer_seconds += before
         work = conductor.plan(step)
@@ -204,11 +212,7 @@ class Simulator:
             main += self.policy.look_ahead_us * 1e-6
         result.decision_seconds += decided + main - begin
         if elsewhere is None and not work.coming:
-            one = self._one
-            if step.rows == 1:
-                compute = sum([one[flat] for flat in work.ready])
-            else:
-                compute = self._compute(step, work.ready)
+            compute = self._beside_link(begin, self._compute(step, work.ready))
             end = begin + compute
             stall = 0.0
             result.device_seconds += compute
@@ -237,19 +241,31 @@ class Simulator:
             span("device", "compute", begin, begin + sum(shares), work.ready, None, shares)
 
     def _compute(self, step: Step, experts: Iterable[int]) -> float:
+        if step.rows == 1:
+            one = self._one
+            return sum([one[flat] for flat in experts])
         device, tokens = self.costs.device, dict(zip(step.experts, step.tokens, strict=True))
         return sum(device(flat, tokens[flat]) for flat in experts)
+
+    def _beside_link(self, begin: float, seconds: float) -> float:
+        """What a computation that shares its memory with the link takes while that is busy, and after."""
+        slows = self.costs.link_slows
+        if slows == 1.0 or not (self._reads and seconds):
+            return seconds
+        return stretched(seconds, slows, self.engine.link_free_at - begin)
 
     def _serve_elsewhere(self, step: Step, work: Work) -> tuple[list[tuple[float, int]], float]:
         """Ask for the misses without a slot: arrivals of the streamed ones, and the host pool's end."""
         engine, costs = self.engine, self.costs
         stream = [*work.stream, *work.host] if self._reads else work.stream
-        arrivals = [(engine.demand(flat, costs.copy_seconds[flat]), flat) for flat in stream]
+        arrivals = [(engine.demand(flat), flat) for flat in stream]
         if self._reads or not work.host:
             return arrivals, engine.now
         tokens = dict(zip(step.experts, step.tokens, strict=True))
         begin = max(engine.now, engine.host_free_at)
         took = sum(costs.host(flat, tokens[flat]) for flat in work.host)
+        if costs.link_slows != 1.0:
+            took = stretched(took, costs.link_slows, engine.link_free_at - begin)
         engine.host_free_at = begin + took
         self.result.host_seconds += took
         if self._watched:
@@ -269,7 +285,7 @@ class Simulator:
         engine, stalls, device = self.engine, self.statistics.stall_seconds, self.costs.device
         streamed, host_end = elsewhere
         tokens = dict(zip(step.experts, step.tokens, strict=True))
-        at = begin + sum([device(flat, tokens[flat]) for flat in work.ready])
+        at = begin + self._beside_link(begin, self._compute(step, work.ready))
         late = set(work.coming[: work.late])
         arrivals = [(engine.arrives_at.pop(flat), flat) for flat in work.coming]
         waited = 0.0
@@ -279,7 +295,7 @@ class Simulator:
                 stalls["late" if flat in late else "demand"] += arrival - at
                 waited += arrival - at
                 at = arrival
-            took = device(flat, tokens[flat])
+            took = self._beside_link(at, device(flat, tokens[flat]))
             if self._watched:
                 self.conductor.span("device", "compute", at, at + took, (flat,))
             at += took
@@ -293,6 +309,13 @@ class Simulator:
                 waited += end - at
                 at = end
         return at, waited, compute
+
+
+def stretched(seconds: float, slows: float, busy: float) -> float:
+    """A computation of ``seconds`` that takes ``slows`` times as long for the first ``busy`` seconds."""
+    if busy <= 0:
+        return seconds
+    return seconds * slows if seconds * slows <= busy else seconds + busy - busy / slows
 
 
 def share_by_class(geometry: Geometry, slots: int) -> list[int]:

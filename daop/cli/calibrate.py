@@ -3,51 +3,109 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.table import Table
+from typer import Argument, Option
 
-from daop.cli.output import Output, write_whole
+from daop.cli import options
+from daop.cli.output import Output, mended, write_whole
 from daop.core import DaopError
 
 
 def calibrate(
+    model: Annotated[
+        str | None,
+        Argument(help="Measure with this model's experts and layers. Without: with random ones."),
+    ] = None,
     output_file: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE.toml", help="Write the hardware profile here.")
-    ] = Path("machine.toml"),
+        Path | None,
+        Option("--output", "-o", metavar="FILE.toml", help="Write the hardware profile here."),
+    ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Measure the disk that holds this folder (default: where -o is).")
+        Path | None, Option(help="Without a model: measure the disk that holds this folder.")
     ] = None,
-    expert_bytes: Annotated[str, typer.Option(help="Size of an expert to measure with.")] = "8MiB",
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute.")] = None,
-    json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the figures as JSON; - for standard output.")
-    ] = None,
+    expert_bytes: Annotated[str, Option(help="Without a model: size of an expert.")] = "8MiB",
+    seconds: Annotated[float, Option(min=0.1, max=90, help="Time to measure for.")] = 20.0,
+    direct_io: Annotated[bool, Option(help="Read past the page cache, as run --direct-io does.")] = True,
+    threads: options.Threads = None,
+    json: options.Json = None,
 ) -> None:
-    """Measure what moving and computing experts costs here; `daop compare --hardware FILE` uses it."""
+    """Measure this machine. `daop run` finds what was measured with its model; `--hardware FILE` names it."""
     output = Output(json)
+    _check(model, output_file)
+    from daop import calibration, machine
+    from daop.hardware import render
+    from daop.runtime.calibrate import calibrate_host
+    from daop.runtime.checkpoint import open_checkpoint
+    from daop.units import format_size, parse_size
+
+    _set_threads(threads, machine.read_cpu().cores)
+    size = parse_size(expert_bytes, "--expert-bytes")
+    where = folder or (output_file.absolute().parent if output_file else Path.cwd())
+    with mended(), _measured_model(model, where, size, output) as path:
+        checkpoint = open_checkpoint(path)
+        with output.progress() as told:
+            found = calibrate_host(checkpoint, direct_io=direct_io, seconds=seconds, told=told)
+        cpu, disk = machine.read_cpu(), machine.read_disk(checkpoint.path)
+        about = (
+            f"daop calibrate: {cpu.name}, {cpu.threads} threads; {disk.filesystem} on {disk.device}; "
+            f"{checkpoint.skeleton.model_type}, experts of {format_size(found.expert_bytes)}"
+        )
+        profile = calibration.as_profile(found, about)
+        kept = calibration.save(profile, checkpoint) if model is not None and direct_io else None
+    if output_file is not None:
+        write_whole(output_file, render(profile))
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("figure", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("how")
+    for name, how in found.sources.items():
+        table.add_row(name, f"{getattr(found.hardware, name):.4g}", how)
+    output.table(table)
+    for written in (output_file, kept):
+        if written is not None:
+            output.say(f"written to {written}")
+    output.json({name: getattr(found.hardware, name) for name in found.sources} | {"sources": found.sources})
+
+
+def _check(model: str | None, output_file: Path | None) -> None:
+    if output_file is None:
+        if model is None:
+            raise DaopError("give a model, or -o FILE.toml for the profile that is measured without one")
+        return
     if output_file.suffix != ".toml":
         raise DaopError(f"-o {output_file}: a hardware profile's name ends in .toml")
     if not output_file.absolute().parent.is_dir():
         raise DaopError(
             f"-o {output_file}: there is no folder {output_file.absolute().parent}; make it first"
         )
-    from daop.hardware import HardwareProfile, render
-    from daop.runtime.calibrate import measure
-    from daop.units import parse_size
 
-    size = parse_size(expert_bytes, "--expert-bytes")
-    where = folder or output_file.absolute().parent
-    with output.progress() as told:
-        hardware, sources = measure(where, size, threads=threads, told=told)
-    about = f"measured by daop calibrate: {os.cpu_count()} processors, the disk of {where}"
-    profile = HardwareProfile(hardware=hardware, about=about, sources=sources, derived={})
-    write_whole(output_file, render(profile))
-    table = Table("figure", "value", "how")
-    for name, how in sources.items():
-        table.add_row(name, f"{getattr(hardware, name):.4g}", how)
-    output.table(table)
-    output.say(f"written to {output_file}")
-    output.json({name: getattr(hardware, name) for name in sources})
+
+def _set_threads(asked: int | None, cores: int) -> None:
+    """As many as a run would compute with."""
+    import torch
+
+    usual = os.environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(asked or (int(usual) if usual.isdigit() else 0) or cores)
+
+
+@contextmanager
+def _measured_model(model: str | None, where: Path, size: int, output: Output) -> Iterator[str | Path]:
+    """The model, or one of random numbers that is removed afterwards."""
+    if model is not None:
+        yield model
+        return
+    from daop.synthetic_model import synthetic
+
+    try:
+        with tempfile.TemporaryDirectory(prefix=".daop-calibrate-", dir=where) as folder:
+            output.say("writing a model of random numbers ...", style="dim")
+            synthetic(Path(folder), size)
+            yield folder
+    except OSError as error:
+        raise DaopError(f"cannot measure the disk in {where}: {error}; name another with --folder") from error

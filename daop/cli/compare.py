@@ -23,8 +23,12 @@ def compare(
     ctx: Context,
     trace: Annotated[Path | None, Option(help="Simulate this recorded traffic (a daop trace).")] = None,
     hardware: Annotated[
-        str, Option(help="Simulated machines: profile names or .toml files, comma-separated.")
-    ] = "rtx4090",
+        str | None,
+        Option(
+            help="Simulated machines: profile names or .toml files, comma-separated [rtx4090]. "
+            "With --model: the .toml of this one."
+        ),
+    ] = None,
     ecr: Annotated[
         str, Option(help="Shares of the experts that fit in fast memory, comma-separated.")
     ] = "0.125,0.25,0.5",
@@ -36,7 +40,9 @@ def compare(
         Option(help="A saved profile. Without: most of the trace is learnt from, a fifth scored."),
     ] = None,
     expert_bytes: Annotated[str | None, Option(help="Bytes of one expert as stored, e.g. 13.2MB.")] = None,
-    weight_bits: Annotated[float, Option(min=1, max=64, help="Bits of one stored weight.")] = 16.0,
+    weight_bits: Annotated[
+        float | None, Option(min=1, max=64, help="Bits of one stored weight. [the profile's, else 16]")
+    ] = None,
     batch: Annotated[int, Option(min=1, help="Sequences in flight at once.")] = 1,
     tokens: Annotated[int | None, Option(min=1, help="Use so many tokens of the trace.")] = None,
     model: Annotated[str | None, Option(help="Measure with this model on this machine.")] = None,
@@ -78,16 +84,19 @@ def compare(
             max_new_tokens=max_new_tokens,
             direct_io=direct_io,
             profile=profile,
+            hardware=hardware,
             told=lambda step, _: output.say(step, style="dim"),
             watch=pictures,
         )
         subject = {"model": model, "prompts": str(prompts), "repeats": repeats}
         document: dict[str, Any] = {"rows": rows, "simulated": False, "subject": subject}
     else:
-        settings = comparison.settings(hardware, shares, batch, weight_bits)
+        settings = comparison.settings(hardware or "rtx4090", shares, batch, weight_bits)
         if profile is None:
             output.say("learning a profile from four fifths of the sequences ...", style="dim")
         traffic = comparison.open_traffic(Path(str(trace)), profile, expert_bytes, tokens)
+        for warning in comparison.mismatches(settings, traffic.traffic.geometry):
+            output.say(warning, style="yellow")
         document = _simulated(output, traffic, settings, names, timeline, pictures)
         document["subject"] = {"trace": str(trace), "tokens": len(traffic.traffic.ids), "batch": batch}
     document["about"] = about(command_line(ctx))

@@ -44,6 +44,7 @@ def run(
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
     profile: options.ProfileFolder = None,
+    hardware: options.Hardware = None,
     trace: Annotated[
         Path | None, Option(metavar="FILE", help="Record the routing (no text, no token ids) into a trace.")
     ] = None,
@@ -73,6 +74,7 @@ def run(
         batch=min(batch, len(asked)),
         seed=seed,
         profile=None if profile is None else str(profile),
+        hardware=hardware,
         trace=None if trace is None else str(trace),
     ).resolved(machine.read_cpu())
     pictures = RunPictures(html, timeline)
@@ -80,6 +82,7 @@ def run(
     watchers = pictures.watchers if view is None else [*pictures.watchers, view]
     with mended(), load(config, output, watchers) as runtime:
         output.say(runtime.plan.reason, style="dim")
+        output.say(f"costs by {runtime.costs_from}", style="dim")
         sampling = options.sampling(temperature)
         batches = converse(runtime, config, asked, max_new_tokens, output, sampling, view)
         pictures.write(ctx, model, report(runtime, batches, output))

@@ -2,7 +2,8 @@
 
 A file has ``name``, ``about``, ``tier`` and three tables. ``[figures]`` are the fields of
 ``daop.runtime.costs.Hardware``; each stands also in ``[sources]`` (who measured it) or in ``[derived]``
-(by which rule it was made up from other figures). ``daop calibrate`` writes the same format.
+(by which rule it was made up from other figures). ``daop calibrate`` writes the same format, and in a table
+``[expert]`` with which experts it measured.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import tomllib
 from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from daop.core import DaopError
 from daop.runtime.costs import Hardware
@@ -20,12 +22,14 @@ FIGURES = frozenset(field.name for field in fields(Hardware)) - {"name", "tier"}
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """A machine and where its figures come from."""
+    """A machine and where its figures come from. A measured one says with which experts it was measured."""
 
     hardware: Hardware
     about: str
     sources: dict[str, str]
     derived: dict[str, str]
+    expert_bytes: int | None = None
+    weight_bits: float | None = None
 
 
 def names() -> list[str]:
@@ -56,13 +60,13 @@ def parse(text: str, where: str) -> HardwareProfile:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise DaopError(f"the hardware profile {where} is not TOML: {error}") from error
-    unknown = set(data) - {"name", "about", "tier", "figures", "sources", "derived"}
-    tables = [data.get(table, {}) for table in ("figures", "sources", "derived")]
+    unknown = set(data) - {"name", "about", "tier", "figures", "sources", "derived", "expert"}
+    tables = [data.get(table, {}) for table in ("figures", "sources", "derived", "expert")]
     if unknown or not all(isinstance(table, dict) for table in tables):
         raise DaopError(
             f"the hardware profile {where} has entries that daop does not know: {sorted(unknown)}"
         )
-    figures, sources, derived = tables
+    figures, sources, derived, expert = tables
     if set(figures) - FIGURES:
         raise DaopError(f"the hardware profile {where} has unknown figures: {sorted(set(figures) - FIGURES)}")
     bare = set(figures) - set(sources) - set(derived)
@@ -80,7 +84,22 @@ def parse(text: str, where: str) -> HardwareProfile:
         about=str(data.get("about", "")),
         sources={key: str(value) for key, value in sources.items()},
         derived={key: str(value) for key, value in derived.items()},
+        **_expert(expert, where),
     )
+
+
+def _expert(table: dict[str, Any], where: str) -> dict[str, Any]:
+    """``[expert]``: bytes and bits of a weight, both positive numbers."""
+    for name, value in table.items():
+        if name not in ("bytes", "weight_bits"):
+            raise DaopError(f"the hardware profile {where} has an unknown entry {name!r} in [expert]")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e15:
+            raise DaopError(f"the hardware profile {where}: {name} in [expert] is {value!r}, not a size")
+    nbytes = table.get("bytes")
+    return {
+        "expert_bytes": None if nbytes is None else int(nbytes),
+        "weight_bits": table.get("weight_bits"),
+    }
 
 
 def render(profile: HardwareProfile) -> str:
@@ -91,6 +110,10 @@ def render(profile: HardwareProfile) -> str:
     lines = [f"name = {_quoted(hardware.name)}", f"about = {_quoted(profile.about)}"]
     lines += [f"tier = {_quoted(hardware.tier)}", "", "[figures]"]
     lines += [f"{name} = {value!r}" for name, value in figures.items()]
+    if profile.expert_bytes is not None or profile.weight_bits is not None:
+        lines += ["", "[expert]"]
+        for name, value in (("bytes", profile.expert_bytes), ("weight_bits", profile.weight_bits)):
+            lines += [] if value is None else [f"{name} = {value!r}"]
     for title, table in (("sources", profile.sources), ("derived", profile.derived)):
         lines += ["", f"[{title}]", *(f"{key} = {_quoted(value)}" for key, value in table.items())]
     return "\n".join(lines) + "\n"

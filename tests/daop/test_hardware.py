@@ -64,6 +64,8 @@ def test_the_consumer_profiles_are_as_agreed() -> None:
         (r"\[figures\]\n", "[figures]\nwarp_gbs = 9\n", "warp_gbs"),
         (r'\nhost_gbs = "[^\n]*', "", "no source for.*host_gbs"),
         (r"name = ", "name ", "not TOML"),
+        (r"\[sources\]", "[expert]\nbytes = -1\n[sources]", "bytes in .expert. is -1"),
+        (r"\[sources\]", "[expert]\nsize = 1\n[sources]", "unknown entry 'size'"),
     ],
 )
 def test_absurd_profiles_are_refused(pattern: str, becomes: str, message: str) -> None:

@@ -15,7 +15,7 @@ from daop.runtime.costs import Hardware, HardwareCosts
 from daop.runtime.policies.base import POLICIES, Plan, Policy, Prefetch, View
 from daop.runtime.sim_engine import VirtualEngine
 from daop.runtime.sim_traffic import Traffic, forwards
-from daop.runtime.simulator import Run, Simulator, share_by_class
+from daop.runtime.simulator import Run, Simulator, share_by_class, stretched
 
 EXCERPT = Path(__file__).parents[1] / "data" / "gpt-oss-20b-excerpt.npz"
 SMALL = Geometry.uniform(2, 4, 2, 1_000_000)
@@ -79,6 +79,53 @@ def test_the_host_computes_beside_the_device() -> None:
 def test_on_the_tier_host_a_miss_is_read_and_then_computed() -> None:
     run = simulate(FreeHost(), small([[[0, 1], [2, 3]]]), slots=0, hardware=replace(MACHINE, tier="host"))
     assert run.seconds == pytest.approx(2 * 2.3e-3)
+
+
+def test_latencies_of_parallel_reads_overlap() -> None:
+    disk = replace(MACHINE, tier="host", link_latency_us=500.0)
+    one_by_one = simulate(Free(), small([[[0, 1], [2, 3]]]), slots=0, hardware=disk)
+    assert one_by_one.seconds == pytest.approx(2 * (0.2e-3 + 2 * 1.5e-3 + 0.1e-3))
+    together = simulate(Free(), small([[[0, 1], [2, 3]]]), slots=0, hardware=replace(disk, link_parallel=8))
+    assert together.seconds == pytest.approx(2 * (0.2e-3 + 2 * 1.0e-3 + 0.5e-3 + 0.1e-3))
+    # where latency outweighs, it is the number of transfers under way at once that bounds
+    slow = replace(disk, link_latency_us=20_000.0, link_parallel=4)
+    costs = HardwareCosts(slow, SMALL)
+    assert costs.link_seconds[0] == pytest.approx(21e-3 / 4)
+    assert costs.copy(0) == pytest.approx(21e-3)
+
+
+def test_computing_beside_a_busy_link_is_slower() -> None:
+    assert stretched(1.0, 2.0, 0.0) == 1.0
+    assert stretched(1.0, 2.0, 5.0) == 2.0
+    assert stretched(1.0, 2.0, 1.0) == 1.5  # half of it in the first second, the rest at full speed
+    shared = replace(MACHINE, tier="host", link_slows=1.5)
+    run = simulate(Free(), small([[[0, 1], [2, 3]]]), slots=0, hardware=shared)
+    # the first is computed while the second is read; the second with nothing beside it
+    assert run.statistics.compute_seconds == pytest.approx(2 * 0.25e-3)
+    host = simulate(FreeHost(), small([[[0, 1], [2, 3]]]), slots=0, hardware=replace(MACHINE, link_slows=1.5))
+    assert host.seconds == pytest.approx(2 * 1.2e-3), "an idle link slows nothing"
+
+
+class OneEach(Free):
+    def plan(self, step: Step, missing: Sequence[int], view: View) -> Plan:
+        return Plan(stream=missing[:1], host=missing[1:])
+
+
+def test_the_host_shares_its_memory_with_the_link() -> None:
+    shared = replace(MACHINE, link_slows=1.5)
+    run = simulate(OneEach(), small([[[0, 1], [2, 3]]]), slots=0, hardware=shared)
+    assert run.host_seconds == pytest.approx(2 * 1.5 * 0.5e-3)
+
+
+def test_context_and_the_pass_around_the_layers_take_time() -> None:
+    slow = replace(MACHINE, layer_us_per_context=10.0, forward_us=300.0, forward_us_per_row=50.0)
+    base = simulate(Free(), small([[[0, 1], [2, 3]]] * 3), slots=8)
+    run = simulate(Free(), small([[[0, 1], [2, 3]]] * 3), slots=8, hardware=slow)
+    seen = 2 * (1 + 2 + 3) * 10e-6  # two layers; the tokens see 1, 2 and 3 tokens
+    assert run.seconds - base.seconds == pytest.approx(seen + 3 * 300e-6)
+    two = small([[[0, 1], [2, 3]]] * 2, sequence=[0, 1])
+    both = simulate(Free(), two, slots=8, hardware=slow, batch=2)
+    assert both.forward_seconds == pytest.approx(350e-6)
 
 
 def test_the_decision_is_charged() -> None:
@@ -197,5 +244,7 @@ def test_bad_input_is_named() -> None:
         HardwareCosts(MACHINE, Geometry.uniform(2, 4, 2))
     with pytest.raises(DaopError, match="link_gbs"):
         replace(MACHINE, link_gbs=0.0)
+    with pytest.raises(DaopError, match="link_slows is"):
+        replace(MACHINE, link_slows=0.5)
     with pytest.raises(DaopError, match="layer_us"):
         replace(MACHINE, layer_us=float("nan"))
