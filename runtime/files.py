@@ -19,6 +19,11 @@ from numpy.typing import NDArray
 
 from daop.core import DaopError
 
+# Bounce buffers of readers that were closed, by size, for the next reader: how fast a disk writes into a page
+# depends on where it lies (on a virtual machine by a third), so runs that are compared with each other in one
+# process must read into the same pages.
+_KEPT: dict[int, list[mmap.mmap]] = {}
+_LOCK = threading.Lock()
 BLOCK = 4096  # O_DIRECT alignment that every current Linux file system accepts
 
 
@@ -34,6 +39,7 @@ class FileReader:
         self._bounce_bytes = -(-largest // BLOCK) * BLOCK + BLOCK
         self._local = threading.local()
         self._fds: list[int] = []
+        self._taken: list[mmap.mmap] = []
         try:
             for path in self.files:
                 self._fds.append(self._open(path))
@@ -64,13 +70,20 @@ class FileReader:
 
     def _read_direct(self, file: int, offset: int, out: NDArray[np.uint8]) -> None:
         if not hasattr(self._local, "buffer"):
-            self._local.buffer = mmap.mmap(-1, self._bounce_bytes)
+            self._local.buffer = self._take_buffer()
             self._local.array = np.frombuffer(self._local.buffer, dtype=np.uint8)
         skip = offset % BLOCK
         needed = skip + len(out)
         window = memoryview(self._local.buffer)[: -(-needed // BLOCK) * BLOCK]
         self._read_fully(file, offset - skip, window, needed)
         np.copyto(out, self._local.array[skip:needed])
+
+    def _take_buffer(self) -> mmap.mmap:
+        with _LOCK:
+            kept = _KEPT.setdefault(self._bounce_bytes, [])
+            buffer = kept.pop() if kept else mmap.mmap(-1, self._bounce_bytes)
+            self._taken.append(buffer)
+        return buffer
 
     def _read_fully(self, file: int, offset: int, window: memoryview, needed: int) -> None:
         """Read at least ``needed`` bytes into ``window``; a direct read may only stop short at the end."""
@@ -90,3 +103,6 @@ class FileReader:
         for fd in self._fds:
             os.close(fd)
         self._fds = []
+        with _LOCK:
+            _KEPT.setdefault(self._bounce_bytes, []).extend(self._taken)
+            self._taken = []

@@ -8,6 +8,9 @@ is needed, the early part is saved, and the rest would have been read anyway; if
 the next layer's reads. So it pays while
 
     p * early > (1 - p) * beyond
+
+What the next layer more likely needs than not is asked for in any case: the reads that were not begun when it
+asks are joined or dropped, and neither costs anything.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from daop.core import Geometry
 from .policies.base import Costs, Outcome
 
 PACE = 0.1
+SURE = 0.5
 LEAST = 0.25  # chance from which a read in idle time is worth the bytes and the slot
 
 
@@ -60,7 +64,9 @@ class ReadWindow:
         busy = max(hits * self.compute, queued) + min(missing, 1) * self.compute
         return busy + self.between[layer] - queued
 
-    def pays(self, chance: float, idle: float) -> bool:
-        """Whether to read another expert, of which ``idle`` seconds are left."""
+    def pays(self, chance: float, idle: float, soon: bool) -> bool:
+        """Whether to read another expert, ``idle`` seconds being left; ``soon``: for the next layer."""
+        if soon and chance >= SURE:
+            return True
         early = min(self.read, max(0.0, idle))
         return chance > LEAST and chance * early > (1.0 - chance) * (self.read - early)

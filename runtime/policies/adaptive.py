@@ -224,17 +224,18 @@ class Adaptive(Policy):
         idle = window.idle(step.layer, len(step.experts) - self._missing, self._missing, queued)
         asked: list[Prefetch] = []
         taken: list[int] = []
-        while idle > 0.0 and len(asked) < self.geometry.top_k:
+        while len(asked) < self.geometry.top_k:
             flat, value = self._table.best(view.resident, view.filling, (), taken)
             if value <= MARGIN:
                 break
             layer, expert = self.geometry.pair(flat)
-            if not window.pays(float(chance[layer, expert]), idle):
+            soon = layer == step.layer + 1
+            if not window.pays(float(chance[layer, expert]), idle, soon):
                 break
             taken.append(flat)
             idle -= window.read
             self._flying[flat] = view.now + queued + len(taken) * window.read
-            asked.append(Prefetch(flat, value, 1 if layer == step.layer + 1 else None))
+            asked.append(Prefetch(flat, value, 1 if soon else None))
         return asked
 
     def observe(self, outcome: Outcome) -> None:

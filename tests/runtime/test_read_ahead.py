@@ -70,9 +70,10 @@ def test_a_read_pays_in_idle_time_and_the_more_certain_the_less_of_it(chance: fl
     window = ReadWindow(GEOMETRY, Disk())
     idle = share * window.read
     early = min(1.0, share)
-    assert window.pays(chance, idle) == (chance * early > (1 - chance) * (1 - early))
-    assert not window.pays(chance, 0.0)
-    assert not window.pays(0.1, 10 * window.read)
+    assert window.pays(chance, idle, soon=False) == (chance * early > (1 - chance) * (1 - early))
+    assert window.pays(chance, 0.0, soon=True) == (chance >= 0.5)
+    assert not window.pays(chance, 0.0, soon=False)
+    assert not window.pays(0.1, 10 * window.read, soon=True)
 
 
 def test_the_window_learns_what_the_layers_take() -> None:

@@ -231,3 +231,24 @@ def test_direct_io_refused_by_the_file_system_names_the_flag(
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(DaopError, match="--direct-io"):
         FileReader(files.files, direct_io=True, largest=256)
+
+
+def test_the_next_reader_takes_over_the_bounce_buffers_of_a_closed_one(tmp_path: Path) -> None:
+    """Runs that are compared in one process read into the same pages."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 64)
+
+    readers = []  # kept, so that what they hold is not given back to the system
+
+    def read() -> int:
+        reader = FileReader([path], direct_io=True, largest=777 * 16)
+        readers.append(reader)
+        out = np.zeros(1000, dtype=np.uint8)
+        try:
+            reader.read(0, 5, out)
+        finally:
+            reader.close()
+        assert bytes(out[:3]) == bytes([5, 6, 7])
+        return int(reader._local.array.ctypes.data)
+
+    assert read() == read()
