@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Event
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,19 +17,20 @@ from daop.config import DEFAULT_POLICY
 from daop.core import DaopError
 from daop.forward_watch import ForwardWatch
 from daop.generation import Generation, OnText, generate, stream
+from daop.runtime.around import around
 from daop.runtime.checkpoint import Checkpoint, open_checkpoint
 from daop.runtime.costs import Hardware
-from daop.runtime.early import ApproximateExperts, EarlyResults
 from daop.runtime.experts import ExpertsFn
-from daop.runtime.input_correction import InputCorrection
 from daop.runtime.machinery import Device, Machinery, Wishes, find_device
-from daop.runtime.model import BuiltModel, build_model
-from daop.runtime.policies.approximate import Approximate
+from daop.runtime.model import build_model
 from daop.runtime.policies.base import Policy, make_policy
 from daop.runtime.profile import Profile
-from daop.runtime.recording import Recorder
+from daop.runtime.recording import ForecastRecorder, Recorder
 from daop.runtime.statistics import Statistics
 from daop.runtime.watching import Watcher
+
+if TYPE_CHECKING:
+    from daop.training.recorder import TraceRecorder
 
 Progress = Callable[[str, float], None]
 """(what is being done, share done in 0..1)"""
@@ -53,6 +54,7 @@ def load(
     trace: str | Path | None = None,
     trace_token_ids: bool = False,
     hardware: str | None = None,
+    trace_distances: bool = False,
     watchers: Sequence[Watcher] = (),
     progress: Progress | None = None,
 ) -> Runtime:
@@ -62,7 +64,8 @@ def load(
     ``ecr`` (share of the routed experts) set the hot set's size; with neither it is chosen to fit this
     machine. ``policy``: a name of ``POLICIES``, ``module:Class``, or a policy object;
     ``profile``: a folder with what other traffic taught. ``trace``: record the routing into this file,
-    ``trace_token_ids`` with the tokens' ids. ``hardware``: what things cost on this machine, a
+    ``trace_token_ids`` with the tokens' ids, ``trace_distances`` with how well the next layer's input
+    and routing can be told. ``hardware``: what things cost on this machine, a
     file of ``daop calibrate`` (None: a calibration saved before, or a rule of thumb; the device cuda measures
     when it starts). ``watchers`` are told all that happens, for instance a
     ``runtime.timeline.Timeline``. ``dtype``: that of
@@ -88,6 +91,11 @@ def load(
         hardware=costs,
     )
     found = find_device(device, checkpoint, wishes)
+    recorder = None
+    if trace_distances and not chosen.exact:
+        raise DaopError("--distances are those of an exact run: record them with an exact policy")
+    if trace is not None:
+        recorder = _recorder(trace, checkpoint, policy, trace_token_ids, trace_distances)
     say("loading everything but the experts", 0.1)
     return Runtime(
         checkpoint,
@@ -96,7 +104,8 @@ def load(
         policy_name=policy if isinstance(policy, str) else type(policy).__name__,
         dtype=dtype,
         costs_from=costs_from,
-        recorder=_recorder(trace, checkpoint, policy, trace_token_ids) if trace is not None else None,
+        recorder=recorder,
+        forecasts=recorder if trace_distances else None,
         watchers=watchers,
         progress=say,
     )
@@ -125,7 +134,9 @@ def _costs(device: str, checkpoint: Checkpoint, asked: str | None) -> tuple[Hard
     return costs_for(checkpoint, asked)
 
 
-def _recorder(path: str | Path, checkpoint: Checkpoint, policy: object, token_ids: bool) -> Recorder:
+def _recorder(
+    path: str | Path, checkpoint: Checkpoint, policy: object, token_ids: bool, distances: bool
+) -> TraceRecorder:
     from daop.training.recorder import TraceRecorder
 
     source = {
@@ -134,7 +145,9 @@ def _recorder(path: str | Path, checkpoint: Checkpoint, policy: object, token_id
         "model_type": checkpoint.skeleton.model_type,
         "policy": policy if isinstance(policy, str) else type(policy).__name__,
     }
-    return TraceRecorder(path, checkpoint.geometry, source=source, store_token_ids=token_ids)
+    return TraceRecorder(
+        path, checkpoint.geometry, source=source, store_token_ids=token_ids, store_forecasts=distances
+    )
 
 
 class Runtime:
@@ -149,6 +162,7 @@ class Runtime:
         policy_name: str,
         dtype: str | None,
         recorder: Recorder | None,
+        forecasts: ForecastRecorder | None = None,
         watchers: Sequence[Watcher],
         progress: Progress,
         costs_from: str = "",
@@ -166,9 +180,10 @@ class Runtime:
             built, policy, use=self._use, recorder=recorder, watchers=watchers, told=progress
         )
         self.plan = self._machinery.plan
-        self._executor = self._run = self._machinery.executor
-        self._early = self._early_results(policy, built) if isinstance(policy, Approximate) else None
-        self._watch = ForwardWatch(self.model, self._executor, self._early)
+        self._executor = self._machinery.executor
+        self._around = around(self._executor, policy, built, forecasts)
+        self._run = self._around.run
+        self._watch = ForwardWatch(self.model, self._executor, self._around)
         try:
             self._executor.start()
         except BaseException:
@@ -176,19 +191,6 @@ class Runtime:
             raise
         self._bytes_at_reset = self._machinery.bytes_read
         progress("ready", 1.0)
-
-    def _early_results(self, policy: Approximate, built: BuiltModel) -> EarlyResults:
-        """What carries an approximate policy out, between the model and the executor."""
-        forms = built.forms
-        early = EarlyResults(
-            policy,
-            built,
-            self.geometry,
-            correction=InputCorrection.of(policy.profile, forms[0].hidden),
-            scales_input=any(form.scales_input for form in forms),
-        )
-        self._run = ApproximateExperts(self._executor, early)
-        return early
 
     # -- generation ------------------------------------------------------------------------------
 
@@ -307,7 +309,7 @@ class Runtime:
 
     def approximated(self) -> NDArray[np.int64] | None:
         """[B, 2] approximated and all expert calls in decode of each running sequence; None: all exact."""
-        return None if self._early is None else self._early.calls.copy()
+        return None if self._around.early is None else self._around.early.calls.copy()
 
     def drop_cache(self) -> None:
         """Ask the kernel to forget what it cached of the checkpoint's files."""

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from daop.core import DaopError, Geometry
+from daop.core import DaopError, Geometry, IntArray
 from daop.hardware import HardwareProfile, load
 from daop.runtime.chrome_trace import write_chrome_trace
 from daop.runtime.costs import HardwareCosts
@@ -129,7 +130,7 @@ def traffic_of(trace: Trace, geometry: Geometry) -> Traffic:
     trace = trace.grouped()
     if not len(trace):
         raise DaopError("the trace holds no tokens")
-    ids = np.where(trace.ids == ABSENT, np.int32(-1), trace.ids.astype(np.int32))
+    ids = _signed(trace.ids)
     prefill = np.asarray([phase.value == "prefill" for phase in PHASES])[trace.phase]
     return Traffic(
         geometry=geometry,
@@ -137,7 +138,15 @@ def traffic_of(trace: Trace, geometry: Geometry) -> Traffic:
         sequence=trace.sequence,
         prefill=prefill if prefill.any() else None,
         weights=trace.weights,
+        distances=trace.distances,
+        forecast_ids=None if trace.forecast_ids is None else _signed(trace.forecast_ids),
+        forecast_weights=trace.forecast_weights,
     )
+
+
+def _signed(ids: NDArray[Any]) -> IntArray:
+    """A trace's expert numbers with -1 where it has none."""
+    return np.where(ids == ABSENT, np.int32(-1), ids.astype(np.int32))
 
 
 def sized(geometry: Geometry, expert_bytes: int | None) -> Geometry:

@@ -45,6 +45,7 @@ class RunConfig:
     trace: str | None = None
     trace_token_ids: bool = False
     hardware: str | None = None
+    trace_distances: bool = False
 
     def __post_init__(self) -> None:
         if not self.model:

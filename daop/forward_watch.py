@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from daop.core import Phase
-from daop.runtime.announcing import ForecastTap
-from daop.runtime.early import EarlyResults
+from daop.runtime.around import Around
 from daop.runtime.executor import Executor
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")  # transformers renamed it within version 5
@@ -25,12 +24,11 @@ class ForwardWatch:
         self,
         model: torch.nn.Module,
         executor: Executor,
-        early: EarlyResults | None = None,
-        tap: ForecastTap | None = None,
+        between: Around,
     ) -> None:
         self._executor = executor
-        self._early = early
-        self._tap = tap
+        self._early = between.early
+        self._tap = between.tap
         self._sequence = 0  # number of the running batch's first sequence in the trace
         self._ended: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self._model = model

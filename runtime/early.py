@@ -11,7 +11,7 @@ An executor calls, for every MoE layer of a forward pass, in this order:
 ``enter`` hands out *more rows than tokens*: after the T true rows come, where any call needs them, T rows
 whose input is the announced one, with only the early calls, and T rows with only the late calls. Every other
 id of a row is the layer's number of experts, which is padding. So any executor computes the right numbers
-with no code of its own (``ApproximateExperts`` does the above around it), but gains no time.
+with no code of its own (``around.ApproximateExperts`` does the above around it), but gains no time.
 
 An executor whose host computes beside its device (``host_beside``) starts the calls that ``look_ahead``
 returns (``Started``: rows and choices of the next layer, and their input) on its host pool at once, weighted
@@ -25,7 +25,6 @@ Shape legend: T rows, K experts per token, E experts of the layer, H hidden size
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,9 +34,8 @@ from numpy.typing import NDArray
 from daop.core import BoolArray, DaopError, Geometry, Phase
 
 from .announcing import Announced, Announcer, Routers, distances, routing_of
-from .executor import Executor
 from .input_correction import InputCorrection
-from .policies.approximate import Approximate, Routing, Settled
+from .policies.approximate import Approximate, Routing, Settled, count_calls
 from .statistics import Statistics
 
 
@@ -106,7 +104,7 @@ class EarlyResults:
         if new or sequences != len(self._sequences):
             self._sequences = list(range(sequences))
             self.policy.placement.forget_all()
-            self.policy.placement.open(self._sequences)
+            self.policy.open(self._sequences)
             self.calls = np.zeros((sequences, 2), dtype=np.int64)
         self._row_sequence = np.repeat(np.arange(sequences), rows // sequences)
 
@@ -207,52 +205,6 @@ class EarlyResults:
         )
 
     def _count(self, true: Routing, settled: Settled, statistics: Statistics) -> None:
-        touched = count_calls(true, settled, self._geometry.experts, statistics)
+        touched = count_calls(true, settled, statistics)
         np.add.at(self.calls[:, 0], self._row_sequence, touched)
         np.add.at(self.calls[:, 1], self._row_sequence, true.ids.shape[1])
-
-
-class ApproximateExperts:
-    """What the model calls in the place of ``executor``: the same experts, run as ``early`` decides."""
-
-    def __init__(self, executor: Executor, early: EarlyResults) -> None:
-        executor.records_routing = False  # it sees more rows than there are tokens
-        self._executor = executor
-        self._early = early
-
-    @torch.inference_mode()
-    def __call__(
-        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H] in hidden's dtype."""
-        executor, early = self._executor, self._early
-        decided = early.enter(layer, hidden, ids, weights, executor.conductor.statistics)
-        if executor.recorder is not None:
-            executor.record_routing(executor.recorder, layer, *decided.routing)
-        early.look_ahead(layer, hidden)
-        total = executor(layer, decided.hidden, decided.ids, decided.weights)
-        return early.leave(decided, total)
-
-
-def count_calls(
-    true: Routing, settled: Settled, experts: Sequence[int], statistics: Statistics
-) -> NDArray[np.int64]:
-    """Book a layer's calls; returns how many of each row are approximated, [T].
-
-    Where the routing is not the router's, every call of the row is: its weight is another, if nothing else.
-    """
-    rows, k = true.ids.shape
-    counts = statistics.approximate
-    counts["calls"] += rows * k
-    touched: BoolArray = np.zeros((rows, k), dtype=np.bool_)
-    for name, mask in (("early", settled.early), ("late", settled.late)):
-        if mask is not None:
-            counts[name] += int(mask.sum())
-            touched |= mask
-    if settled.changed:
-        same = (settled.routing.ids[:, :, None] == true.ids[:, None, :]).any(axis=2)
-        counts["replaced"] += int((~same).sum())
-        touched[:] = True
-    counts["approximated"] += int(touched.sum())
-    sums: NDArray[np.int64] = touched.sum(axis=1)
-    return sums

@@ -12,7 +12,7 @@ the tokens of the second. It always starts from the placement at the start.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,19 @@ def swapped(resident: BoolArray, counts: Counts, margin: float) -> BoolArray:
     out[busy[swap]] = True
     out[idle[swap]] = False
     return out
+
+
+class Book(Protocol):
+    """What an approximate policy asks of a sequence's own placement."""
+
+    def open(self, sequences: Sequence[int]) -> None:
+        """New sequences begin; what was known of their numbers is forgotten."""
+
+    def forget_all(self) -> None:
+        """No sequence is known any more."""
+
+    def prompt(self, layer: int, ids: NDArray[Any], sequences: NDArray[Any]) -> None:
+        """Prefill tokens of ``sequences`` [T] chose ``ids`` [T, K]."""
 
 
 class SequencePlacement:
@@ -95,3 +108,61 @@ class SequencePlacement:
             known = ~(self.start[layer] if counts is None else self.after(layer, counts[layer]))
             self._behind[sequence, layer] = known
         return known
+
+
+class RecentPlacement:
+    """What a sequence alone would keep if each layer kept what that sequence has used most of late.
+
+    Of every layer ``slots`` in proportion; an expert counts by its share of other traffic's tokens
+    (``frequency``, per expert; None: all alike), and by its decayed uses in the sequence's prompt and answer.
+    """
+
+    PRIOR = 4.0  # tokens that the frequency of other traffic is worth
+    DECAY = 0.97  # of a use, per token
+
+    def __init__(self, geometry: Geometry, slots: int, frequency: NDArray[np.float32] | None) -> None:
+        self._geometry = geometry
+        known = np.full(geometry.total, 1e-3) if frequency is None else frequency.astype(np.float64)
+        cuts = geometry.offsets[1:-1]
+        self._start = [self.PRIOR * part for part in np.split(known, cuts)]
+        self._kept = [slots * experts // geometry.total for experts in geometry.experts]
+        self._scores: dict[int, list[NDArray[np.float64]]] = {}
+
+    def open(self, sequences: Sequence[int]) -> None:
+        for sequence in sequences:
+            self._scores[sequence] = [part.copy() for part in self._start]
+
+    def forget_all(self) -> None:
+        self._scores.clear()
+
+    def prompt(self, layer: int, ids: NDArray[Any], sequences: NDArray[Any]) -> None:
+        """Tokens of ``sequences`` [T], in their order, chose ``ids`` [T, K]."""
+        experts = self._geometry.experts[layer]
+        for sequence in np.unique(sequences).tolist():
+            mine = ids[sequences == sequence]
+            age = np.repeat(len(mine) - 1 - np.arange(len(mine)), mine.shape[1])
+            chosen = mine.ravel()
+            known = (chosen >= 0) & (chosen < experts)
+            added = np.bincount(chosen[known], self.DECAY ** age[known], minlength=experts)
+            scores = self._of(layer, sequence)
+            scores *= self.DECAY ** len(mine)
+            scores += added
+
+    def calls_behind(self, layer: int, sequences: Sequence[int], ids: NDArray[Any]) -> BoolArray:
+        """[T, K] which calls go behind the link."""
+        out = np.zeros(ids.shape, dtype=np.bool_)
+        kept = self._kept[layer]
+        for row, sequence in enumerate(sequences):
+            scores = self._of(layer, sequence)
+            if kept >= len(scores):
+                continue
+            outside = np.ones(len(scores), dtype=np.bool_)
+            outside[np.argsort(-scores, kind="stable")[:kept]] = False
+            known = np.clip(ids[row], 0, len(scores) - 1)
+            out[row] = outside[known] & (known == ids[row])
+        return out
+
+    def _of(self, layer: int, sequence: int) -> NDArray[np.float64]:
+        if sequence not in self._scores:
+            self.open([sequence])
+        return self._scores[sequence][layer]

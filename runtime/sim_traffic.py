@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from daop.core import BoolArray, DaopError, Geometry, Phase
 
+FORECASTS = ("distances", "forecast_ids", "forecast_weights")
 BLOCK = 2048  # tokens whose lists are made in one numpy call
 
 
@@ -30,6 +31,9 @@ class Traffic:
     sequence: NDArray[Any]  # [N]
     prefill: BoolArray | None = None  # [N]
     weights: NDArray[Any] | None = None  # [N, L, K]
+    distances: NDArray[Any] | None = None  # [N, L], NaN: nothing was announced
+    forecast_ids: NDArray[Any] | None = None  # [N, L, K]
+    forecast_weights: NDArray[Any] | None = None  # [N, L, K]
 
     def __post_init__(self) -> None:
         if self.ids.ndim != 3 or len(self.ids) == 0:
@@ -42,22 +46,22 @@ class Traffic:
         for name, array in (("sequence", self.sequence), ("prefill", self.prefill)):
             if array is not None and len(array) != tokens:
                 raise DaopError(f"the trace has {tokens} tokens, but {len(array)} entries in {name!r}")
-        if self.weights is not None and self.weights.shape != self.ids.shape:
-            raise DaopError("the trace's weights differ in shape from its experts")
+        for name in ("weights", "forecast_ids", "forecast_weights"):
+            array = getattr(self, name)
+            if array is not None and array.shape != self.ids.shape:
+                raise DaopError(f"the trace's {name} differ in shape from its experts")
+        if self.distances is not None and self.distances.shape != self.ids.shape[:2]:
+            raise DaopError("the trace's distances are not one for each token and MoE layer")
         if self.ids.min() < -1 or (self.ids >= np.asarray(self.geometry.experts)[:, None]).any():
             raise DaopError("the trace names an expert that the model's geometry does not have")
 
     def head(self, tokens: int) -> Traffic:
         """Only the first tokens."""
-        columns = (self.prefill, self.weights)
-        prefill, weights = (None if column is None else column[:tokens] for column in columns)
-        return replace(
-            self,
-            ids=self.ids[:tokens],
-            sequence=self.sequence[:tokens],
-            prefill=prefill,
-            weights=weights,
-        )
+        columns: dict[str, Any] = {
+            name: None if getattr(self, name) is None else getattr(self, name)[:tokens]
+            for name in ("ids", "sequence", "prefill", "weights", *FORECASTS)
+        }
+        return replace(self, **columns)
 
     @property
     def spans(self) -> list[tuple[int, int]]:

@@ -24,8 +24,10 @@ from daop.core import DaopError, Forecast, Geometry, Phase, Step
 
 from .conductor import Conductor, Work
 from .costs import HardwareCosts
+from .policies.approximate import Approximate
 from .policies.base import Policy
 from .residency import Residency
+from .sim_early import SimulatedEarly
 from .sim_engine import VirtualEngine
 from .sim_traffic import Forward, Traffic, forwards
 from .statistics import Statistics
@@ -130,6 +132,7 @@ class Simulator:
         self._looks = type(policy).look_ahead is not Policy.look_ahead
         self._one = [costs.device(flat, 1) for flat in range(geometry.total)]
         self._forward = 0
+        self._early: SimulatedEarly | None = None
 
     def run(self, traffic: Traffic, batch: int = 1, prefill_chunk: int = 512) -> Run:
         """Load the start's experts, then serve the whole trace."""
@@ -137,6 +140,10 @@ class Simulator:
         if self.policy.needs_future:
             passes = list(passes)
             self.policy.foresee([experts for forward in passes for experts in forward.experts])
+        if isinstance(self.policy, Approximate):
+            self._early = SimulatedEarly(
+                self.policy, traffic, self.costs, self.engine, self.residency, self.statistics
+            )
         self.start()
         for forward in passes:
             self.forward(forward)
@@ -156,6 +163,8 @@ class Simulator:
         self.statistics.bytes.pending = self.conductor.pending_bytes
         self.result.seconds = self.engine.now - self._began
         self.result.link_busy_seconds = self.engine.busy_seconds
+        if self._early is not None:
+            self.result.host_seconds += self._early.busy_seconds
         return self.result
 
     def forward(self, forward: Forward) -> None:
@@ -165,6 +174,8 @@ class Simulator:
         self.conductor.begin(forward.phase, forward.rows, len(forward.starts))
         if self._forecaster is not None:
             self._forecaster.forward(forward)
+        if self._early is not None:
+            self._early.begin(forward)
         outside = self.costs.forward(forward.rows)
         engine.now += outside
         result.forward_seconds += outside
@@ -198,11 +209,18 @@ class Simulator:
         before = self.costs.layer(step.rows, context)
         engine.now += before
         result.layer_seconds += before
+        early, due = self._early, 0.0
+        if early is not None:
+            step = early.enter(step)
+            due = early.due
         work = conductor.plan(step)
         decided = self.policy.plan_us * 1e-6
         engine.now = begin = engine.now + decided
-        elsewhere = self._serve_elsewhere(step, work) if work.stream or work.host else None
+        wanted = work.stream or work.host or due > begin
+        elsewhere = self._serve_elsewhere(step, work, due) if wanted else None
         main = begin
+        if early is not None:
+            main += early.look_ahead(step, begin)
         if self._looks:
             forecasts: Sequence[Forecast] = ()
             if self._forecaster is not None:
@@ -254,24 +272,34 @@ class Simulator:
             return seconds
         return stretched(seconds, slows, self.engine.link_free_at - begin)
 
-    def _serve_elsewhere(self, step: Step, work: Work) -> tuple[list[tuple[float, int]], float]:
-        """Ask for the misses without a slot: arrivals of the streamed ones, and the host pool's end."""
+    def _serve_elsewhere(self, step: Step, work: Work, due: float) -> tuple[list[tuple[float, int]], float]:
+        """Ask for the misses without a slot: arrivals of the streamed ones, and the host pool's end, which is
+        not before ``due``."""
         engine, costs = self.engine, self.costs
         stream = [*work.stream, *work.host] if self._reads else work.stream
         arrivals = [(engine.demand(flat), flat) for flat in stream]
-        if self._reads or not work.host:
-            return arrivals, engine.now
-        tokens = dict(zip(step.experts, step.tokens, strict=True))
+        host, tokens = self._host_work(step, work)
+        if self._reads or not host:
+            return arrivals, max(engine.now, due)
         begin = max(engine.now, engine.host_free_at)
-        took = sum(costs.host(flat, tokens[flat]) for flat in work.host)
+        took = sum(costs.host(flat, tokens[flat]) for flat in host)
         if costs.link_slows != 1.0:
             took = stretched(took, costs.link_slows, engine.link_free_at - begin)
         engine.host_free_at = begin + took
         self.result.host_seconds += took
         if self._watched:
-            shares = [costs.host(flat, tokens[flat]) for flat in work.host]
-            self.conductor.span("host", "compute", begin, begin + took, work.host, None, shares)
-        return arrivals, begin + took
+            shares = [costs.host(flat, tokens[flat]) for flat in host]
+            self.conductor.span("host", "compute", begin, begin + took, host, None, shares)
+        return arrivals, max(begin + took, due)
+
+    def _host_work(self, step: Step, work: Work) -> tuple[Sequence[int], dict[int, int]]:
+        """What the host computes for this layer now, and tokens of each; early and late calls are not."""
+        tokens = dict(zip(step.experts, step.tokens, strict=True))
+        apart = self._early.apart if self._early is not None else None
+        if not apart:
+            return work.host, tokens
+        left = {flat: tokens[flat] - apart.get(flat, 0) for flat in work.host}
+        return [flat for flat in work.host if left[flat] > 0], left
 
     def _wait(
         self,

@@ -11,7 +11,7 @@ from daop.core import Geometry
 from daop.predictors.history import NEVER, walk
 
 from .dataset import to_routing
-from .trace import DECODE, CountsTrace, Trace, counts_of
+from .trace import DECODE, OPTIONAL, CountsTrace, Trace, counts_of
 
 # Upper ends of the reuse-distance classes, in tokens; beyond the last, or never before in the sequence.
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -39,7 +39,7 @@ def describe(trace: Trace | CountsTrace) -> dict[str, Any]:
             "skew": skew(geometry, trace.counts.sum(axis=0, dtype=np.int64)),
         }
     trace = trace.grouped()
-    absent = {c for c in ("weights", "hits", "forward", "token_ids") if getattr(trace, c) is None}
+    absent = {c for c in OPTIONAL if getattr(trace, c) is None}
     distance, overlap = _neighbours(trace)
     decode = trace.phase == DECODE
     return out | {

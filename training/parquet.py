@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 
 from daop.core import DaopError, Geometry
 
-from .trace import ABSENT, CountsTrace, Trace
+from .trace import ABSENT, OPTIONAL, CountsTrace, Trace
 
 FORMAT = "daop-trace"
 VERSION = 1
-OPTIONAL = ("weights", "hits", "forward", "token_ids")
 _REQUIRED = ("sequence", "position", "phase", "ids")
 _MAX_TOTAL = 1 << 20
 
@@ -181,6 +180,9 @@ class TraceFile:
             "hits": (shape, np.bool_, False),
             "forward": ((), np.int32, None),
             "token_ids": ((), np.int32, None),
+            "distances": (shape[:1], np.float32, np.nan),
+            "forecast_ids": (shape, np.uint16, ABSENT),
+            "forecast_weights": (shape, np.float16, 0),
         }
         try:
             got = {name: _values(table, name, *kinds[name]) for name in table.column_names}

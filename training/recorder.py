@@ -39,12 +39,14 @@ class TraceRecorder:
         source: dict[str, Any] | None = None,
         store_token_ids: bool = False,
         store_weights: bool = True,
+        store_forecasts: bool = False,
     ) -> None:
         self.geometry = geometry
         self.tokens = 0
         self._ids_too = store_token_ids
         # decided by the first layer that is recorded: absent router weights are absent, not zero
         self._weights_too: bool | None = None if store_weights else False
+        self._forecasts_too = store_forecasts
         self._writer = TraceWriter(path, geometry, source)
         self._forward = 0
         self._open: dict[str, Any] | None = None
@@ -78,6 +80,12 @@ class TraceRecorder:
             if self._ids_too and token_ids is not None
             else None,
         }
+        if self._forecasts_too:
+            self._open |= {
+                "distances": np.full(shape[:2], np.nan, dtype=np.float32),
+                "forecast_ids": np.full(shape, ABSENT, dtype=np.uint16),
+                "forecast_weights": np.zeros(shape, dtype=np.float16),
+            }
         self._forward += 1
 
     def record(
@@ -97,6 +105,19 @@ class TraceRecorder:
             if weights is None:
                 raise ValueError(f"layer {layer} came without router weights, earlier ones had them")
             self._open["weights"][start:, layer] = weights
+
+    def record_forecast(
+        self,
+        layer: int,
+        distances: NDArray[np.floating[Any]],
+        ids: NDArray[np.integer[Any]],
+        weights: NDArray[np.floating[Any]],
+    ) -> None:
+        """What was announced of layer ``layer`` [T, ...] while the one before it ran; how far off it was."""
+        if self._open is None or not self._forecasts_too:
+            raise ValueError("record_forecast() without begin_forward(), or forecasts are not stored")
+        for name, values in (("distances", distances), ("forecast_ids", ids), ("forecast_weights", weights)):
+            self._open[name][:, layer] = values
 
     def end_forward(self) -> None:
         """The forward is complete; its tokens belong to the trace."""

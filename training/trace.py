@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from daop.core import BoolArray, DaopError, Geometry, IntArray, Phase
+from daop.core import BoolArray, DaopError, FloatArray, Geometry, IntArray, Phase
 
 ABSENT = 0xFFFF
 PHASES = (Phase.PREFILL, Phase.DECODE)
 DECODE = PHASES.index(Phase.DECODE)
+FORECASTS = ("distances", "forecast_ids", "forecast_weights")
+OPTIONAL = ("weights", "hits", "forward", "token_ids", *FORECASTS)
 
 IdArray = NDArray[np.uint16]
 HalfArray = NDArray[np.float16]
@@ -36,7 +38,9 @@ class Trace:
     indexes ``PHASES``; ``ids`` [N, L, K]; ``weights`` [N, L, K] are the router weights of the chosen;
     ``hits`` [N, L, K] says which choices the recording engine found in its expert cache;
     ``forward`` [N] numbers the forward pass; ``token_ids`` [N] are the input tokens.
-    ``complete`` is False for a recording that was cut off.
+    ``distances`` [N, L]: of the input that was announced for the layer from the true one, relative to its
+    norm (NaN: nothing was announced); ``forecast_ids``, ``forecast_weights`` [N, L, K]: what the layer's
+    router named for the announced input. ``complete`` is False for a recording that was cut off.
     """
 
     geometry: Geometry
@@ -48,19 +52,26 @@ class Trace:
     hits: BoolArray | None = None
     forward: IntArray | None = None
     token_ids: IntArray | None = None
+    distances: FloatArray | None = None
+    forecast_ids: IdArray | None = None
+    forecast_weights: HalfArray | None = None
     source: dict[str, Any] = field(default_factory=dict)
     complete: bool = True
 
     def __post_init__(self) -> None:
         n = len(self.sequence)
+        choices = (n, self.geometry.layers, self.geometry.top_k)
         wanted = {
             "position": (n,),
             "phase": (n,),
-            "ids": (n, self.geometry.layers, self.geometry.top_k),
-            "weights": (n, self.geometry.layers, self.geometry.top_k),
-            "hits": (n, self.geometry.layers, self.geometry.top_k),
+            "ids": choices,
+            "weights": choices,
+            "hits": choices,
             "forward": (n,),
             "token_ids": (n,),
+            "distances": choices[:2],
+            "forecast_ids": choices,
+            "forecast_weights": choices,
         }
         for name, shape in wanted.items():
             column = getattr(self, name)
@@ -121,7 +132,7 @@ class Trace:
 
     def take(self, rows: NDArray[Any] | slice) -> Trace:
         """The chosen rows, in the given order."""
-        columns = ("sequence", "position", "phase", "ids", "weights", "hits", "forward", "token_ids")
+        columns = ("sequence", "position", "phase", "ids", *OPTIONAL)
         picked: dict[str, Any] = {
             c: None if getattr(self, c) is None else getattr(self, c)[rows] for c in columns
         }
@@ -150,8 +161,18 @@ class Trace:
                 f"{name}: row {row}, layer {layer} chose {self.ids[row, layer].tolist()}, the same expert "
                 "twice; a router never does, so the trace is damaged or was converted wrongly"
             )
-        if self.weights is not None and not np.isfinite(self.weights).all():
-            raise DaopError(f"{name}: router weights hold NaN or infinity; drop the column or record again")
+        for weights in (self.weights, self.forecast_weights):
+            if weights is not None and not np.isfinite(weights).all():
+                raise DaopError(
+                    f"{name}: router weights hold NaN or infinity; drop the column or record again"
+                )
+        if (
+            self.forecast_ids is not None
+            and ((self.forecast_ids >= limit) & (self.forecast_ids != ABSENT)).any()
+        ):
+            raise DaopError(f"{name}: forecast_ids name an expert that its layer does not have; record again")
+        if self.distances is not None and (self.distances < 0).any():
+            raise DaopError(f"{name}: distances are negative; record again")
         return self
 
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from daop.core import DaopError, Geometry
 
-from .parquet import FORMAT, OPTIONAL, VERSION, partial_folder
-from .trace import ABSENT, CountsTrace, Trace
+from .parquet import FORMAT, VERSION, partial_folder
+from .trace import ABSENT, OPTIONAL, CountsTrace, Trace
 
 ROW_GROUP = 8192
 _OPTIONS: dict[str, Any] = {
@@ -64,6 +64,13 @@ def _token_table(trace: Trace) -> pa.Table:
         columns["weights"] = _list_column(trace.weights.astype(np.float16), mask)
     if trace.hits is not None:
         columns["hits"] = _list_column(trace.hits, mask)
+    if trace.distances is not None:
+        columns["distances"] = _list_column(trace.distances, np.isnan(trace.distances))
+    if trace.forecast_ids is not None:
+        unknown = trace.forecast_ids == ABSENT
+        columns["forecast_ids"] = _list_column(trace.forecast_ids, unknown)
+        if trace.forecast_weights is not None:
+            columns["forecast_weights"] = _list_column(trace.forecast_weights.astype(np.float16), unknown)
     for name in ("forward", "token_ids"):
         if getattr(trace, name) is not None:
             columns[name] = pa.array(getattr(trace, name), pa.int32())

@@ -45,6 +45,16 @@ def capture(
     feature_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="At most so much of them; tokens are drawn at random.")
     ] = "256MiB",
+    distances: Annotated[
+        bool,
+        typer.Option(
+            "--distances", help="Also keep how well the next layer is foretold: simulating bounded needs it."
+        ),
+    ] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --distances: the profile whose input correction is used."),
+    ] = None,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
     force: options.Force = False,
@@ -60,6 +70,8 @@ def capture(
         raise DaopError(f"{output} exists; name another -o, or replace it with --force")
     if features and batch > 1:
         raise DaopError("--features needs --batch 1: the rows of several sequences cannot be told apart")
+    if profile is not None and not distances:
+        raise DaopError("--profile is for --distances: leave it out, or give both")
     room = parse_size(feature_bytes, "--feature-bytes")
     asked = read_prompts(prompts, limit)
     config = RunConfig(
@@ -71,6 +83,8 @@ def capture(
         batch=batch,
         trace=str(output),
         trace_token_ids=token_ids,
+        trace_distances=distances,
+        profile=None if profile is None else str(profile),
         seed=seed,
     ).resolved(machine.read_cpu())
     _record(config, asked, max_new_tokens, options.sampling(temperature), room if features else None)

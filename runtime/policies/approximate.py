@@ -25,9 +25,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from daop.core import BoolArray, DaopError, FloatArray, Geometry, IntArray
-from daop.runtime.sequence_placement import SequencePlacement
+from daop.runtime.sequence_placement import Book, SequencePlacement
+from daop.runtime.statistics import Statistics
 
 from .base import Costs, Policy, View
 
@@ -56,6 +58,28 @@ class Settled:
     changed: bool = False
 
 
+def count_calls(true: Routing, settled: Settled, statistics: Statistics) -> NDArray[np.int64]:
+    """Book a layer's calls; returns how many of each row are approximated, [T].
+
+    Where the routing is not the router's, every call of the row is: its weight is another, if nothing else.
+    """
+    rows, k = true.ids.shape
+    counts = statistics.approximate
+    counts["calls"] += rows * k
+    touched: BoolArray = np.zeros((rows, k), dtype=np.bool_)
+    for name, mask in (("early", settled.early), ("late", settled.late)):
+        if mask is not None:
+            counts[name] += int(mask.sum())
+            touched |= mask
+    if settled.changed:
+        same = (settled.routing.ids[:, :, None] == true.ids[:, None, :]).any(axis=2)
+        counts["replaced"] += int((~same).sum())
+        touched[:] = True
+    counts["approximated"] += int(touched.sum())
+    sums: NDArray[np.int64] = touched.sum(axis=1)
+    return sums
+
+
 class Approximate(Policy):
     """Base of the policies that are not exact.
 
@@ -69,7 +93,11 @@ class Approximate(Policy):
     weighs: ClassVar[bool] = False
     needs: ClassVar[tuple[str, ...]] = ()
 
-    placement: SequencePlacement
+    placement: Book
+
+    def open(self, sequences: Sequence[int]) -> None:
+        """New sequences begin; what was known of their numbers is forgotten."""
+        self.placement.open(sequences)
 
     def asks(self, layer: int) -> bool:
         """Whether the router of ``layer + 1`` is to be asked while ``layer`` runs."""
@@ -99,7 +127,7 @@ class Static(Approximate):
         super().start(geometry, slots, costs, view)
         known = self.profile
         chosen = uniform(geometry, slots) if known is None else by_frequency(known.frequency, slots)
-        self.placement = SequencePlacement(geometry, chosen, margin=None)
+        self.placement = self.book = SequencePlacement(geometry, chosen, margin=None)
         return chosen
 
 

@@ -43,7 +43,7 @@ class Daop(PromptSwap):
         self, layer: int, sequences: Sequence[int], forecast: Routing, scores: FloatArray | None
     ) -> Settled:
         target = layer + 1
-        behind = self.placement.behind(target, sequences)  # [T, E]
+        behind = self.book.behind(target, sequences)  # [T, E]
         host = np.take_along_axis(behind, forecast.ids, axis=1)
         rows = np.flatnonzero(host.all(axis=1) & ~behind.all(axis=1))
         if len(rows):

@@ -47,7 +47,7 @@ class Deferral(Static):
         most = min(self.deferred, k - self.immediate)
         if layer == self.geometry.layers - 1 or most <= 0:
             return Settled(routing)
-        host = self.placement.calls_behind(layer, sequences, routing.ids)
+        host = self.book.calls_behind(layer, sequences, routing.ids)
         light = np.argsort(np.where(host, routing.weights, np.inf), axis=1, kind="stable")[:, :most]
         late = np.zeros((rows, k), dtype=np.bool_)
         np.put_along_axis(late, light, True, axis=1)

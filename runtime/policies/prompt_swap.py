@@ -1,4 +1,4 @@
-"""Base of ``daop`` and ``bounded``: experts are swapped during prefill as DAOP does, then nothing moves.
+"""Base of ``daop``: experts are swapped during prefill as DAOP does, then nothing moves.
 
 The swaps start from the placement at the start, not from where the last request left it, so that at batch 1
 what is resident is what ``SequencePlacement`` says of the sequence alone. What an earlier request had swapped
@@ -11,24 +11,29 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from daop.core import Geometry, Step
+from daop.core import Geometry, Phase, Step
 from daop.runtime.sequence_placement import SequencePlacement
 
 from .approximate import Approximate
-from .base import Costs, View
+from .base import Costs, Plan, View
 from .prefill_swap import MARGIN, PrefillSwap
 
 
 class PromptSwap(PrefillSwap, Approximate):
-    """Prefill as in ``prefill_swap``; a miss of decode is computed where it lies."""
+    """Prefill as in ``prefill_swap``; what decode does not find is computed where it lies."""
 
     exact = False
 
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
         chosen = super().start(geometry, slots, costs, view)
-        self.placement = SequencePlacement(geometry, chosen, MARGIN)
+        self.placement = self.book = SequencePlacement(geometry, chosen, MARGIN)
         self._counts = [np.zeros(n, dtype=np.int64) for n in geometry.experts]
         return chosen
+
+    def plan(self, step: Step, missing: Sequence[int], view: View) -> Plan:
+        if step.phase is Phase.DECODE:
+            return Plan(host=[*missing, *(flat for flat in step.experts if view.filling[flat])])
+        return super().plan(step, missing, view)
 
     def begin_sequences(self, count: int) -> None:
         for counts in self._counts:
@@ -38,7 +43,7 @@ class PromptSwap(PrefillSwap, Approximate):
         begin, end = self.geometry.offsets[step.layer : step.layer + 2]
         counts = self._counts[step.layer]
         counts[np.asarray(step.experts) - begin] += np.asarray(step.tokens)
-        wanted = self.placement.after(step.layer, counts)
+        wanted = self.book.after(step.layer, counts)
         held = view.resident[begin:end] | view.filling[begin:end]
         promised = {flat for pair in self._pending for flat in pair}
         out = np.flatnonzero(view.resident[begin:end] & ~wanted)

@@ -22,9 +22,11 @@ from daop.runtime.input_correction import InputCorrection, fit
 from daop.runtime.model import BuiltModel, build_model
 from daop.runtime.policies.approximate import Approximate, Routing, Settled
 from daop.runtime.policies.base import POLICIES, make_policy
+from daop.runtime.policies.bounded import Bounded
+from daop.runtime.policies.daop import Daop
 from daop.runtime.profile import Profile
 from daop.runtime.reference import compute_expert, read_expert
-from daop.runtime.sequence_placement import SequencePlacement, swapped
+from daop.runtime.sequence_placement import RecentPlacement, SequencePlacement, swapped
 from daop.runtime.statistics import Statistics
 
 LAYERS, E, K, H = 3, 6, 3, 48  # of tiny_models
@@ -93,6 +95,8 @@ class Plain:
 
     def run(self, tokens: tuple[int, ...]) -> torch.Tensor:
         self.counts[:] = 0
+        self.uses: list[list[list[int]]] = [[] for _ in range(LAYERS)]
+        self.usual: dict[int, float] = {}
         with torch.inference_mode():
             out = self.built.model(torch.tensor([tokens[:PROMPT]]), use_cache=True)
             logits = []
@@ -124,6 +128,16 @@ class Plain:
                 mine = (mine - {out}) | {into}
         return mine
 
+    def recent(self, layer: int) -> set[int]:
+        """A third of the slots: the most used by this sequence of late, before this token."""
+        score = {
+            e: 4.0 * float(self.frequency[layer, e]) * 0.97 ** len(self.uses[layer][:-1]) for e in range(E)
+        }
+        for age, chosen in enumerate(reversed(self.uses[layer][:-1])):
+            for e in chosen:
+                score[e] += 0.97**age
+        return set(sorted(score, key=lambda e: -score[e])[: self.slots // LAYERS])
+
     def by_frequency(self, layer: int) -> set[int]:
         best = np.argsort(-self.frequency.ravel(), kind="stable")[: self.slots]
         return {int(flat) - layer * E for flat in best if flat // E == layer}
@@ -131,6 +145,7 @@ class Plain:
     def __call__(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if len(x) > 1:
             self.counts[layer] += np.bincount(ids.numpy().ravel(), minlength=E)
+            self.uses[layer] += ids.tolist()
             return torch.stack(
                 [
                     sum(
@@ -190,12 +205,15 @@ class Plain:
     def _bounded(self, layer: int, x: torch.Tensor, chosen: list[tuple[int, float]]) -> torch.Tensor:
         policy: Any = self.policy
         out, early, guess = torch.zeros(H), set(), x
-        if layer > 0:
+        self.uses[layer].append([e for e, _ in chosen])
+        if layer > 0 and self.guess is not None:
             named, guess = self.guess
-            host = [pair for pair in named if pair[0] not in self.resident(layer)]
+            host = [pair for pair in named if pair[0] not in self.recent(layer)]
             early = {e for e, _ in sorted(host, key=lambda pair: -pair[1])[: policy.calls]}
-            if float((x - guess).norm() / x.norm()) >= policy.tolerance:
+            away, usual = float((x - guess).norm() / x.norm()), self.usual.get(layer, 0.0)
+            if max(away, usual) >= policy.tolerance:
                 early = set()
+            self.usual[layer] = away if layer not in self.usual else usual + 0.2 * (away - usual)
         for e, w in chosen:
             out += w * self.expert(layer, e, guess if e in early else x)
         if layer < LAYERS - 1:
@@ -263,8 +281,9 @@ def test_heavy_calls_stay_exact(model: Path) -> None:
     """``light``: no call whose share of the router weight is above it."""
     policy = make_policy("bounded", options={"tolerance": 9.0, "calls": 3, "light": 0.2})
     geometry = Geometry.uniform(2, E, K)
-    assert isinstance(policy, Approximate)
-    policy.geometry, policy.placement = geometry, SequencePlacement(geometry, [], None)
+    assert isinstance(policy, Bounded)
+    policy.geometry, policy._usual = geometry, {}
+    policy.placement = policy.book = RecentPlacement(geometry, 0, None)
     routing = Routing(
         np.asarray([[0, 1, 2]], dtype=np.int32), np.asarray([[0.7, 0.2, 0.1]], dtype=np.float32)
     )
@@ -382,7 +401,10 @@ def test_a_row_is_decided_by_itself(name: str, seed: int, count: int, slots: int
         policy = make_policy(name, options=OPTIONS[name] | ({"tolerance": 0.5} if name == "bounded" else {}))
         assert isinstance(policy, Approximate)
         policy.geometry = geometry
-        policy.placement = SequencePlacement(geometry, chosen, None if name == "deferral" else 1.05)
+        book: Any = SequencePlacement(geometry, chosen, None if name == "deferral" else 1.05)
+        if isinstance(policy, Bounded):
+            book, policy._usual = RecentPlacement(geometry, slots, None), {}
+        policy.placement = policy.book = book  # type: ignore[attr-defined]
         for row in which:
             for layer in range(2):
                 policy.placement.prompt(layer, prompts[row], np.full(5, row))
@@ -416,9 +438,10 @@ def test_swaps_of_a_prompt_by_hand() -> None:
 
 def test_degradation_keeps_the_first_and_the_sum_of_weights() -> None:
     policy = make_policy("daop", options={"first": 0})
-    assert isinstance(policy, Approximate)
     geometry = Geometry.uniform(2, 6, 2)
-    policy.geometry, policy.placement = geometry, SequencePlacement(geometry, [6 + 4, 6 + 5], None)
+    assert isinstance(policy, Daop)
+    policy.geometry = geometry
+    policy.placement = policy.book = SequencePlacement(geometry, [6 + 4, 6 + 5], None)
     forecast = Routing(np.asarray([[1, 2]], dtype=np.int32), np.asarray([[0.3, 0.6]], dtype=np.float32))
     ranks = np.asarray([[0.1, 0.2, 0.4, 0.05, 0.05, 0.2]], dtype=np.float32)
     settled = policy.announce(0, [0], forecast, ranks)
