@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 
 from daop.core import DaopError
 
+from .codecs.base import SCALE
 from .layout import ExpertForm, ExpertLayout
 from .native_library import VERSION, build, library_path
 
 DTYPE_CODES = {"F32": 0, "F16": 1, "BF16": 2}
 HIDDEN_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "relu2": 4, "gpt_oss": 5}
-PAD = 32  # a row of activations is padded to a multiple of this: the widest kernel's step
+PAD = 128  # a row of activations is padded to a multiple of this: the widest kernel's step, the largest group
 
 
 class CForm(ctypes.Structure):
@@ -40,6 +41,8 @@ class CForm(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("interleaved", "scales_input")),
         ("alpha", ctypes.c_float),
         ("limit", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("gate_scale", "up_scale", "down_scale", "up_first")),
+        *((name, ctypes.c_int32) for name in ("group", "scale_dtype", "bias_dtype")),
     )
 
 
@@ -75,7 +78,7 @@ class Kernels:
         self._parallel = parallel_function()
         pointer, number, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
         self._prepare = library.daop_prepare
-        self._prepare.argtypes = [ctypes.c_int, pointer, word, number, number, word, number, pointer]
+        self._prepare.argtypes = [ctypes.c_int, pointer, pointer, word, number, number, pointer, pointer]
         self._prepare.restype = None
         self._run = library.daop_run
         self._run.argtypes = [ctypes.c_int, pointer, pointer, ctypes.c_uint]
@@ -91,12 +94,19 @@ class Kernels:
         return self._parallel is not None
 
     def prepare(self, form: CForm, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, H], contiguous, as the kernels read them: float32 [T, padded H]."""
+        """Hidden states [T, H], contiguous, as the form's kernels read them: [T, padded H] of 4 bytes."""
         rows, width = hidden.shape
-        out = torch.empty(rows, padded(width))
-        pairs = form.dtype == DTYPE_CODES["BF16"] and not form.transposed
-        code = HIDDEN_CODES[hidden.dtype]
-        self._prepare(self.index, hidden.data_ptr(), code, rows, width, pairs, out.shape[1], out.data_ptr())
+        out, scratch = torch.empty(rows, padded(width)), torch.empty(width)
+        self._prepare(
+            self.index,
+            ctypes.addressof(form),
+            hidden.data_ptr(),
+            HIDDEN_CODES[hidden.dtype],
+            rows,
+            out.shape[1],
+            scratch.data_ptr(),
+            out.data_ptr(),
+        )
         return out
 
     def run(
@@ -145,46 +155,64 @@ class Kernels:
 def padded(width: int) -> int:
     """Values of a row of activations: whole steps of the widest kernel, and not a power of two, since rows
     that lie a multiple of 4 KiB apart would contend for the same lines of the first cache."""
-    return -(-width // PAD) * PAD + PAD
+    return -(-width // PAD) * PAD + 32
 
 
 def describe_form(layout: ExpertLayout, form: ExpertForm) -> CForm | None:
     """What the kernels need to know, or None if they cannot compute such experts."""
-    activation = ACTIVATION_CODES.get(form.activation)
-    dtypes = {part.dtype for part in layout.parts}
-    if activation is None or form.post_norm is not None or len(dtypes) != 1:
+    activation, codes = ACTIVATION_CODES.get(form.activation), _dtype_codes(layout)
+    if activation is None or codes is None or form.post_norm is not None:
         return None
-    dtype = dtypes.pop()
-    if dtype not in DTYPE_CODES:
-        return None
-    size = 4 if dtype == "F32" else 2
+    dtype, bias = codes
+    size = 4 if bias == DTYPE_CODES["F32"] else 2
     at = {part.role: part.offset for part in layout.parts}
-    inner, hidden = form.intermediate, form.hidden
-    fused = "gate_up" in at
+    inner, hidden, coded = form.intermediate, form.hidden, layout.codec.by_rows
+    fused, first = "gate_up" in at, 0
     if fused:
         between = 1 if form.interleaved else inner  # rows, or columns if transposed
         apart = size if form.transposed else size * hidden
-        at["gate"], at["up"] = at["gate_up"], at["gate_up"] + between * apart
+        at["gate"], at["up"] = at["gate_up"], at["gate_up"] + (0 if coded else between * apart)
+        if coded:
+            at["gate_scale"] = at["up_scale"] = at["gate_up_scale"]
+            first = between
         if form.has_bias:
             at["gate_bias"] = at["gate_up_bias"]
             at["up_bias"] = at["gate_up_bias"] + between * size
     wide = 2 if fused else 1
     alternating = fused and form.interleaved
     step = inner * wide if form.transposed else hidden * (2 if alternating else 1)
+    scale = layout.part("down_scale")
     return CForm(
         hidden,
         inner,
         *(at.get(role, -1) for role in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")),
         step,
         2 if alternating else 1,
-        DTYPE_CODES[dtype],
+        dtype,
         activation,
         form.transposed,
         form.down_is_transposed,
         alternating,
         form.scales_input,
         *(form.activation_arguments or (0.0, 0.0)),
+        *(at.get(f"{role}_scale", -1) for role in ("gate", "up", "down")),
+        first,
+        layout.codec.block,
+        DTYPE_CODES.get(scale.dtype, -1) if scale is not None else -1,
+        bias,
     )
+
+
+def _dtype_codes(layout: ExpertLayout) -> tuple[int, int] | None:
+    """``Dtype`` of weights and of biases, or None if the kernels do not know them."""
+    coded = layout.codec.by_rows
+    plain = {part.dtype for part in layout.parts if not coded or part.role.endswith("_bias")}
+    scales = {part.dtype for part in layout.parts if coded and part.role.endswith(SCALE)}
+    if len(plain) > 1 or len(scales) > 1 or not plain <= DTYPE_CODES.keys():
+        return None
+    bias = DTYPE_CODES[plain.pop()] if plain else 0
+    dtype = layout.codec.kernel if coded else bias
+    return None if dtype is None else (dtype, bias)
 
 
 def parallel_function() -> ctypes.c_void_p | None:

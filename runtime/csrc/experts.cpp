@@ -1,7 +1,8 @@
 // Routed experts on the CPU: gate/up, activation, down and router weight of all given experts in one call.
 //
 // Weights are read once, as stored, and converted to float32 in registers; sums and inner values are float32.
-// The kernels (kernels.inc) are compiled for several instruction sets; choose() picks what this CPU has.
+// The kernels (kernels.inc; coded.inc for quantised weights) are compiled for several instruction sets;
+// supported() says which of them this CPU has.
 // The threads are the caller's: `Parallel` runs a function on a team of them.
 
 #include "experts.h"
@@ -29,7 +30,9 @@ constexpr int64_t AHEAD = 8192;       // bytes between what is computed and what
 constexpr int64_t STRETCH = 512;       // values of GROUP rows that many tokens share in the first cache
 constexpr int64_t GROUP = 8;
 
-INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+INLINE constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+constexpr bool is_integer(int32_t dtype) { return dtype == INT8 || dtype == INT4; }
+constexpr bool is_coded(int32_t dtype) { return dtype >= INT8; }
 
 INLINE float value_at(const char* at, int32_t dtype) {
   if (dtype == F32) {
@@ -74,6 +77,11 @@ INLINE float activate(const Form& form, float gate, float up) {
 #define TARGET
 #include "kernels.inc"
 #undef VARIANT
+#define VARIANT coded
+#define LEVEL 0
+#include "coded.inc"
+#undef LEVEL
+#undef VARIANT
 #undef LANES
 #undef TARGET
 
@@ -83,7 +91,24 @@ INLINE float activate(const Form& form, float gate, float up) {
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #include "kernels.inc"
 #undef VARIANT
+#define VARIANT coded_avx2
+#define LEVEL 1
+#include "coded.inc"
+#undef LEVEL
+#undef VARIANT
 #undef LANES
+#undef TARGET
+
+#define VARIANT coded_vnni
+#define LEVEL 2
+#if defined(DAOP_EMULATE_AVX512)
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#else
+#define TARGET __attribute__((target("avx512f,avx512vl,avx512vnni,avx2,fma,f16c")))
+#endif
+#include "coded.inc"
+#undef LEVEL
+#undef VARIANT
 #undef TARGET
 
 #define VARIANT avx512
@@ -101,30 +126,38 @@ struct Variant {
   decltype(&portable::prepare) prepare;
   decltype(&portable::tile) tile;
   decltype(&portable::read) read;
+  decltype(&coded::store_row) store_row;
+  decltype(&coded::tile) coded_tile;
 };
 
 // What this CPU can run, best first; ended by an entry without a name.
 const Variant* supported() {
   static const Variant* const list = [] {
-    static Variant found[4] = {};
+    static Variant found[5] = {};
     int n = 0;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                       __builtin_cpu_supports("f16c");
 #if defined(DAOP_EMULATE_AVX512)
-    const bool avx512f = true;
+    const bool avx512f = true, vnni = true;
 #else
     const bool avx512f = __builtin_cpu_supports("avx512f");
+    const bool vnni = __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
 #endif
-    if (avx2 && avx512f) found[n++] = {"avx512", avx512::prepare, avx512::tile, avx512::read};
-    if (avx2) found[n++] = {"avx2", avx2::prepare, avx2::tile, avx2::read};
+    if (avx2 && avx512f && vnni)
+      found[n++] = {"avx512vnni", avx512::prepare,       avx512::tile,    avx512::read,
+                    coded_vnni::store_row, coded_vnni::tile};
+    if (avx2 && avx512f)
+      found[n++] = {"avx512", avx512::prepare, avx512::tile, avx512::read, coded_avx2::store_row, coded_avx2::tile};
+    if (avx2) found[n++] = {"avx2", avx2::prepare, avx2::tile, avx2::read, coded_avx2::store_row, coded_avx2::tile};
 #endif
 #if defined(__aarch64__)
-    found[n++] = {"neon", portable::prepare, portable::tile, portable::read};
+    const char* const last = "neon";
 #else
-    found[n++] = {"portable", portable::prepare, portable::tile, portable::read};
+    const char* const last = "portable";
 #endif
+    found[n++] = {last, portable::prepare, portable::tile, portable::read, coded::store_row, coded::tile};
     return found;
   }();
   return list;
@@ -143,7 +176,9 @@ struct Work {
     // Long tiles, so that memory is read in long runs, but enough of them that threads end together. Columns
     // ([in, out]) need the full width for that.
     const bool columns = first ? c.form->transposed : c.form->down_transposed;
-    tile = round_up(rows * c.tasks / (16 * threads) + 1, SMALLEST_TILE);
+    // Outputs that become quantised activations are rounded by whole groups, those of MXFP4 reordered by 64.
+    const int64_t group = c.form->group > 64 ? c.form->group : 64;
+    tile = round_up(rows * c.tasks / (16 * threads) + 1, first && is_coded(c.form->dtype) ? group : SMALLEST_TILE);
     if (columns || tile > TILE) tile = TILE;
     tiles = (rows + tile - 1) / tile;
   }
@@ -153,7 +188,8 @@ struct Work {
     for (int64_t i; (i = work.next.fetch_add(1, std::memory_order_relaxed)) < work.tiles * work.call->tasks;) {
       const int64_t first = i % work.tiles * work.tile;
       const int64_t count = work.rows - first < work.tile ? work.rows - first : work.tile;
-      work.variant->tile(*work.call, work.first_half, i / work.tiles, first, count);
+      const auto run = is_coded(work.call->form->dtype) ? work.variant->coded_tile : work.variant->tile;
+      run(*work.call, work.first_half, i / work.tiles, first, count);
     }
   }
 };
@@ -182,14 +218,24 @@ typedef void (*Parallel)(void (*)(void*), void*, unsigned threads, unsigned flag
 extern "C" {
 
 // Of experts.h and of what is below; runtime/native.py refuses any other.
-int daop_version() { return 1; }
+int daop_version() { return 2; }
 
 // Name of the i-th variant that this CPU can run, best first; null after the last.
 const char* daop_variant(int i) { return supported()[i].name; }
 
-void daop_prepare(int variant, const void* hidden, int32_t dtype, int64_t rows, int64_t values, int32_t as_pairs,
-                  int64_t width, float* out) {
-  supported()[variant].prepare(static_cast<const char*>(hidden), dtype, rows, values, as_pairs, width, out);
+// Hidden states [rows, H] in `dtype` as the form's kernels read them: out [rows, width]. `scratch`: [H], for
+// quantised weights.
+void daop_prepare(int variant, const Form* form, const void* hidden, int32_t dtype, int64_t rows, int64_t width,
+                  float* scratch, float* out) {
+  const Variant& with = supported()[variant];
+  const char* from = static_cast<const char*>(hidden);
+  if (!is_coded(form->dtype))
+    return with.prepare(from, dtype, rows, form->hidden, form->dtype == BF16 && !form->transposed, width, out);
+  const int64_t step = form->hidden * (dtype == F32 ? 4 : 2);
+  for (int64_t row = 0; row < rows; ++row, from += step, out += width) {
+    with.prepare(from, dtype, 1, form->hidden, 0, form->hidden, scratch);
+    with.store_row(*form, scratch, form->hidden, out);
+  }
 }
 
 void daop_run(int variant, const Call* call, Parallel parallel, unsigned threads) {

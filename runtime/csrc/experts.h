@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-enum Dtype : int32_t { F32 = 0, F16 = 1, BF16 = 2 };
+enum Dtype : int32_t { F32 = 0, F16 = 1, BF16 = 2, INT8 = 3, INT4 = 4, FP8 = 5, MXFP4 = 6 };
 enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, GPT_OSS = 5 };
 
 // One family's experts. Offsets are in bytes from the slot's start, -1: there is none. Steps are in values.
@@ -16,12 +16,16 @@ struct Form {
   int32_t interleaved;                  // transposed only: gate and up alternate within a row
   int32_t scales_input;                 // the router weight belongs to the input
   float alpha, limit;                   // of GPT_OSS
+  // Of quantised weights, which lie [out, in]. `up` is where the tensor begins that holds it, `up_first` the
+  // row of its first output there; with `interleaved`, it is the same tensor as gate's, row by row in turn.
+  int64_t gate_scale, up_scale, down_scale, up_first;
+  int32_t group, scale_dtype, bias_dtype;
 };
 
 // One call: `tasks` experts, each with the rows of `pairs` from starts[i] to starts[i + 1].
 struct Call {
   const Form* form;
-  const float* x;         // [T, x_width] as prepare() leaves it
+  const float* x;         // [T, x_width] as daop_prepare leaves it
   const int64_t* slots;   // addresses, [tasks]
   const int64_t* starts;  // [tasks + 1]
   const int64_t* pairs;   // token * top_k + rank, by row
