@@ -1,18 +1,20 @@
 """How close to the memory's speed are experts computed on the host?
 
     python benchmarks/expert_kernels.py [--shape 2048x1024:8/64 --shape 4096x14336:2/8] [--tokens 1 4 16]
-                                        [--dtype BF16] [--repeats 9] [--variant avx2]
+                                        [--format bf16 int8 int4 fp8 mxfp4] [--repeats 9] [--variant avx2]
 
 For every shape (hidden x intermediate : chosen / experts) and number of tokens per expert, one after the
 other within each repeat, on other experts each time: reading the chosen experts' bytes and nothing else (the
 better of our own read loop and torch.sum), daop's native kernels, daop's torch path, and torch's products in
-the weights' dtype (what transformers' eager experts do). Medians; shares and ratios are formed within each
-repeat. Prints a table and, last, one line of JSON.
+the weights' dtype (what transformers' eager experts do; of a quantised format, in bf16, whose weights torch
+would hold instead). Medians; shares and ratios are formed within each repeat. INT8 is in groups of 64, INT4 of
+32; --group changes both. Prints a table and, last, one line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import re
@@ -23,10 +25,23 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+from daop.runtime.codecs.base import SCALE, Codec
+from daop.runtime.codecs.fp8 import Fp8
+from daop.runtime.codecs.integers import Integers
+from daop.runtime.codecs.mxfp4 import Mxfp4
+from daop.runtime.codecs.plain import PLAIN
 from daop.runtime.host_compute import HostExperts
 from daop.runtime.layout import ExpertForm, ExpertLayout
 from daop.runtime.native import Kernels, load_kernels
 from daop.runtime.native_library import library_path
+
+FORMATS = ("bf16", "f16", "f32", "int8", "int4", "fp8", "mxfp4")
+
+
+def codec_of(name: str, group: int | None) -> Codec:
+    if name.startswith("int"):
+        return Integers(int(name[3:]), group or {"int8": 64, "int4": 32}[name])
+    return {"fp8": Fp8(), "mxfp4": Mxfp4()}.get(name, PLAIN)
 
 
 def silu_gate(fused: torch.Tensor) -> torch.Tensor:
@@ -38,11 +53,14 @@ class Case:
     """Random experts of one shape, and the four ways to pass over some of them."""
 
     def __init__(
-        self, hidden: int, inner: int, chosen: int, count: int, dtype: str, kernels: Kernels
+        self, hidden: int, inner: int, chosen: int, count: int, name: str, codec: Codec, kernels: Kernels
     ) -> None:
-        self.layout = ExpertLayout.pack(
-            [("gate_up", (2 * inner, hidden), dtype), ("down", (hidden, inner), dtype)]
-        )
+        parts = []
+        for role, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+            for suffix, piece in codec.pieces(rows, columns).items():
+                kind = piece.dtypes[0] if codec.by_rows else name.upper()
+                parts.append((role + suffix, piece.shape, kind))
+        self.layout = ExpertLayout.pack(parts, codec)
         form = ExpertForm(
             hidden=hidden,
             intermediate=inner,
@@ -56,15 +74,22 @@ class Case:
         self.chosen, self.hidden, self.kernels = chosen, hidden, kernels
         self.slab = torch.zeros(count, self.layout.nbytes, dtype=torch.uint8)
         self.parts = [self.layout.views(slot) for slot in self.slab]
-        noise = torch.randn(1 << 20) * hidden**-0.5
-        for parts in self.parts:
-            for view in parts.values():
-                flat = view.view(-1)
-                for at in range(0, flat.numel(), noise.numel()):
-                    flat[at : at + noise.numel()].copy_(noise[: flat.numel() - at])
+        for views in self.parts:
+            for role, view in views.items():
+                fill(view, hidden**-0.5 * (0.01 if role.endswith(SCALE) else 1.0))
         self.native = HostExperts(self.layout, form, count, kernels=kernels)
         self.torch = HostExperts(self.layout, form, count, kernels=None)
-        self.dtype = self.parts[0]["down"].dtype
+        self.dtype = torch.bfloat16 if codec.by_rows else self.parts[0]["down"].dtype
+        # What torch multiplies: the same bytes if it can, else its own bf16 copies, more than a cache holds.
+        self.eager_parts = self.parts
+        if codec.by_rows:
+            self.eager_parts = [
+                {
+                    "gate_up": torch.randn(2 * inner, hidden).mul_(hidden**-0.5).bfloat16(),
+                    "down": torch.randn(hidden, inner).mul_(inner**-0.5).bfloat16(),
+                }
+                for _ in range(min(count, max(chosen, -(-(256 << 20) // (6 * inner * hidden)))))
+            ]
 
     def pick(self) -> list[int]:
         return sorted(random.sample(range(len(self.slab)), self.chosen))
@@ -88,9 +113,22 @@ class Case:
         x = torch.ones(tokens, self.hidden, dtype=self.dtype)
         out = torch.zeros_like(x)
         for expert in experts:
-            inner = silu_gate(functional.linear(x, self.parts[expert]["gate_up"]))
-            out += functional.linear(inner, self.parts[expert]["down"]) / len(experts)
+            parts = self.eager_parts[expert % len(self.eager_parts)]
+            inner = silu_gate(functional.linear(x, parts["gate_up"]))
+            out += functional.linear(inner, parts["down"]) / len(experts)
         return out
+
+
+def fill(view: torch.Tensor, size: float) -> None:
+    """Random values of that size; random bytes where a number is no float."""
+    flat = view.view(-1)
+    if view.dtype in (torch.int8, torch.uint8):
+        low, high = (-127, 128) if view.dtype == torch.int8 else (0, 128)  # below 128 any MXFP4 scale is sane
+        noise = torch.randint(low, high, (1 << 20,)).to(view.dtype)
+    else:
+        noise = (torch.randn(1 << 20) * size).to(view.dtype)
+    for at in range(0, flat.numel(), noise.numel()):
+        flat[at : at + noise.numel()].copy_(noise[: flat.numel() - at])
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -131,7 +169,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--shape", action="append", help="hidden x intermediate : chosen / experts")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--dtype", default="BF16", choices=["BF16", "F16", "F32"])
+    parser.add_argument("--format", nargs="+", default=["bf16"], choices=FORMATS)
+    parser.add_argument("--group", type=int, help="inputs per scale of int8 and int4")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--variant", default="")
     options = parser.parse_args()
@@ -141,16 +180,19 @@ def main() -> None:
         parser.error("the native kernels are not built; build them with: python -m daop.runtime.native")
     random.seed(0)
     results = []
-    print(f"{kernels.variant}, {torch.get_num_threads()} threads, {options.dtype}, {options.repeats} repeats")
-    print("shape               tokens  read GB/s  native ms  torch ms  eager ms  of bandwidth      x torch")
-    for shape in options.shape or ["2048x1024:8/64", "4096x14336:2/8"]:
+    print(f"{kernels.variant}, {torch.get_num_threads()} threads, {options.repeats} repeats")
+    print(
+        "format shape            tokens  read GB/s  native ms  torch ms  eager ms  of bandwidth      x torch"
+    )
+    shapes = options.shape or ["2048x1024:8/64", "4096x14336:2/8"]
+    for name, shape in itertools.product(options.format, shapes):
         hidden, inner, chosen, count = (int(number) for number in re.split("[x:/]", shape))
-        case = Case(hidden, inner, chosen, count, options.dtype, kernels)
+        case = Case(hidden, inner, chosen, count, name, codec_of(name, options.group), kernels)
         for tokens in options.tokens:
             got = measure(case, tokens, options.repeats)
-            results.append({"shape": shape, "tokens": tokens, **got})
+            results.append({"format": name, "shape": shape, "tokens": tokens, **got})
             print(
-                f"{shape:20}{tokens:6} {got['read_gb_per_s']:10.1f} {got['native_ms']:10.2f} "
+                f"{name:7}{shape:17}{tokens:6} {got['read_gb_per_s']:10.1f} {got['native_ms']:10.2f} "
                 f"{got['torch_ms']:9.2f} {got['eager_ms']:9.2f}  {got['share_of_bandwidth']:4.0%} "
                 f"({got['share_min']:.0%}..{got['share_max']:.0%}) {got['times_torch']:7.2f}"
             )
