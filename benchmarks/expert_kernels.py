@@ -7,8 +7,8 @@ For every shape (hidden x intermediate : chosen / experts) and number of tokens 
 other within each repeat, on other experts each time: reading the chosen experts' bytes and nothing else (the
 better of our own read loop and torch.sum), daop's native kernels, daop's torch path, and torch's products in
 the weights' dtype (what transformers' eager experts do; of a quantised format, in bf16, whose weights torch
-would hold instead). Medians; shares and ratios are formed within each repeat. INT8 is in groups of 64, INT4 of
-32; --group changes both. Prints a table and, last, one line of JSON.
+would hold instead). Medians; shares and ratios are formed within each repeat. INT8 is in groups of 64, INT4
+of 32; --group changes both. Prints a table and, last, one line of JSON.
 """
 
 from __future__ import annotations

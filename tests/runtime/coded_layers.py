@@ -92,20 +92,20 @@ def definition(layer: Layer) -> torch.Tensor:
     """[T, H] float64 from decoded weights and activations as the codec rounds them."""
     codec, form = layer.layout.codec, layer.form
     out = torch.zeros(layer.hidden.shape, dtype=torch.float64)
-    for token in range(len(layer.ids)):
-        for expert, weight in zip(layer.ids[token].tolist(), layer.weights[token].double(), strict=True):
-            parts = layer.layout.weights(layer.layout.views(layer.slab[expert]), form)
-            scale = weight if form.scales_input else 1.0
-            x = layer.hidden[token, None]
-            inner = [
-                codec.inputs(x).double() @ parts[role].double().T * scale
-                + (parts[f"{role}_bias"].double() if form.has_bias else 0)
-                for role in ("gate_up", "gate", "up")
-                if role in parts
-            ]
-            act = form.apply_gate(torch.cat(inner, dim=-1))
-            y = codec.inputs(act.float()).double() @ parts["down"].double().T
-            if form.has_bias:
-                y += parts["down_bias"].double()
-            out[token] += y[0] * (1.0 if form.scales_input else weight)
+    for expert in range(layer.count):
+        rows, ranks = torch.where(layer.ids == expert)
+        weight = layer.weights[rows, ranks, None].double()
+        parts = layer.layout.weights(layer.layout.views(layer.slab[expert]), form)
+        x = codec.inputs(layer.hidden[rows]).double()
+        inner = [
+            x @ parts[role].double().T * (weight if form.scales_input else 1.0)
+            + (parts[f"{role}_bias"].double() if form.has_bias else 0)
+            for role in ("gate_up", "gate", "up")
+            if role in parts
+        ]
+        act = form.apply_gate(torch.cat(inner, dim=-1))
+        y = codec.inputs(act.float()).double() @ parts["down"].double().T
+        if form.has_bias:
+            y += parts["down_bias"].double()
+        out.index_add_(0, rows, y if form.scales_input else y * weight)
     return out

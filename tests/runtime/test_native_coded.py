@@ -36,7 +36,7 @@ def check(layer: Layer, with_kernels: Kernels) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_every_variant_computes_every_codec(form: str, name: str, kernels: Kernels) -> None:  # noqa: F811
     shape, fused = FORMS[form]
-    for tokens in (1, 2, 3, 7, 37):
+    for tokens in (1, 3, 22):
         check(make_coded_layer(CODECS[name], shape, tokens=tokens, fused=fused), kernels)
 
 
