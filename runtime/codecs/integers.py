@@ -122,7 +122,7 @@ def round_groups(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tenso
     every product with it shows.
     """
     padded = functional.pad(x, (0, -x.shape[1] % group))
-    groups = padded.view(x.shape[0], -1, group)
+    groups = padded.view(x.shape[0], padded.shape[1] // group, group)
     largest = groups.abs().amax(-1)
     whole = largest.isfinite()
     inverse = torch.where(whole & (largest > TINY), 127 / largest, torch.zeros(()))

@@ -94,6 +94,8 @@ def definition(layer: Layer) -> torch.Tensor:
     out = torch.zeros(layer.hidden.shape, dtype=torch.float64)
     for expert in range(layer.count):
         rows, ranks = torch.where(layer.ids == expert)
+        if not len(rows):
+            continue
         weight = layer.weights[rows, ranks, None].double()
         parts = layer.layout.weights(layer.layout.views(layer.slab[expert]), form)
         x = codec.inputs(layer.hidden[rows]).double()
