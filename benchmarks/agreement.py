@@ -18,6 +18,8 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
+from transformers.utils import logging
+
 from daop.agreement import CLOCKLESS, Comparison, run_and_replay
 from daop.prompts import read_prompts
 from daop.runtime.calibrate import calibrate_host
@@ -45,6 +47,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
+    logging.disable_progress_bar()
     direct = not options.no_direct_io
     checkpoint = open_checkpoint(options.model)
     asked = read_prompts(options.prompts, options.count)

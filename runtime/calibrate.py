@@ -26,7 +26,8 @@ from .measure_host import HostBench, LayerClock, Times
 TOGETHER = (1, 2, 4)  # experts read at once
 TOKENS = (1, 4, 16, 64)
 PROMPTS = (16, 512)
-ANSWER = 20  # tokens generated after each prompt
+ANSWER = 16  # tokens generated after each prompt
+ROUNDS = 3  # the prompts take turns, so that a machine that changes does so for all
 
 Told = Callable[[str, float], None]
 
@@ -124,25 +125,26 @@ def _experts(computed: dict[int, Times], beside: Times, size: int, bits: float) 
 
 def _layers(clock: LayerClock, layers: int) -> Fitted:
     """One row; each further row and each token of context from a longer prompt; the pass around them."""
-    tokens: dict[int, Times] = {}
-    decode: dict[int, Times] = {}
-    prefill: dict[int, float] = {}
     limit = getattr(clock.built.model.config.get_text_config(), "max_position_embeddings", None)
     longest = PROMPTS[1] if limit is None else max(PROMPTS[0] + 1, min(PROMPTS[1], limit - ANSWER - 1))
     prompts = (PROMPTS[0], longest)
-    for prompt in prompts:
+    tokens: dict[int, Times] = {prompt: [] for prompt in prompts}
+    decode: dict[int, Times] = {prompt: [] for prompt in prompts}
+    whole: dict[int, Times] = {prompt: [] for prompt in prompts}
+    for prompt in prompts * ROUNDS:
         clock.passes.clear()
-        tokens[prompt] = clock.generate(prompt, ANSWER)
+        tokens[prompt] += clock.generate(prompt, ANSWER)
         steps = [(rows, times) for rows, times in clock.passes if times]
-        decode[prompt] = [t for rows, times in steps if rows == 1 for t in times]
-        prefill[prompt] = typical([t for rows, times in steps if rows > 1 for t in times] or [0.0])
+        decode[prompt] += [t for rows, times in steps if rows == 1 for t in times]
+        whole[prompt] += [t for rows, times in steps if rows > 1 for t in times]
+    prefill = {prompt: typical(times or [0.0]) for prompt, times in whole.items()}
     few, many = prompts
     one = typical(decode[few] or [typical(tokens[few]) / layers])
     per_context = max(0.0, typical(decode[many] or [one]) - one) / (many - few)
     attended = per_context * many * many / 2
     per_row = max(0.0, prefill[many] - one - attended) / (many - 1)
     outside = max(0.0, typical(tokens[few]) - layers * one)
-    text = f"of {ANSWER} tokens after a prompt of {few}, experts giving zeros"
+    text = f"of {ROUNDS} x {ANSWER} tokens after a prompt of {few}, experts giving zeros"
     return (
         {
             **{"layer_us": one * 1e6, "layer_us_per_row": per_row * 1e6, "forward_us": outside * 1e6},

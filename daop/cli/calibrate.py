@@ -48,6 +48,9 @@ def calibrate(
     size = parse_size(expert_bytes, "--expert-bytes")
     where = folder or (output_file.absolute().parent if output_file else Path.cwd())
     with mended(), _measured_model(model, where, size, output) as path:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # ours says more
         checkpoint = open_checkpoint(path)
         with output.progress() as told:
             found = calibrate_host(checkpoint, direct_io=direct_io, seconds=seconds, told=told)
