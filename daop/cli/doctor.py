@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import platform
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -14,7 +14,11 @@ from rich.table import Table
 import daop
 from daop import machine
 from daop.cli.output import Output
+from daop.core import DaopError
 from daop.units import format_size
+
+if TYPE_CHECKING:
+    from daop.runtime.checkpoint import Checkpoint
 
 LIBRARIES = (
     *("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "scikit-learn"),
@@ -58,7 +62,17 @@ def examine(model: str | None) -> dict[str, Any]:
         "native_kernels": native_kernels(),
         "versions": {name: machine.version_of(name) for name in LIBRARIES},
         "cupy": machine.version_of(*CUPY),
+        "cuda_problem": cuda_problem(),
     }
+
+
+def cuda_problem() -> str:
+    """Why ``--device cuda`` cannot be used here; '' if it can."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed: pip install daop"
+    from daop.runtime.cuda.device import find_problem, read_facts
+
+    return find_problem(read_facts())
 
 
 def native_kernels() -> str:
@@ -76,6 +90,7 @@ def choose(found: dict[str, Any], model: str | None, context: int, batch: int) -
     choice: dict[str, Any] = {
         "device": "host",
         "device_reason": _device_reason(found),
+        "cuda": found["cuda_problem"] or "can be used",
         "threads": cpu["cores"],
         "threads_reason": f"{cpu['threads']} processors may be used{quota}, on {cpu['cores']} cores",
     }
@@ -99,19 +114,27 @@ def choose(found: dict[str, Any], model: str | None, context: int, batch: int) -
         choice["memory"] = plan.as_dict()
         choice["ecr"] = plan.ecr
         choice["memory_reason"] = plan.reason
+        if not found["cuda_problem"]:
+            choice["cuda"] = _on_cuda(checkpoint, context, batch)
     return choice
 
 
-def _device_reason(found: dict[str, Any]) -> str:
-    if found["gpus"]:
-        return "this version runs experts on the host only; the GPU is not used"
-    if importlib.util.find_spec("torch") is None:
-        return "torch is not installed: pip install daop"
-    import torch
+def _on_cuda(checkpoint: Checkpoint, context: int, batch: int) -> str:
+    """How much of the model the GPU would hold, in words."""
+    from daop.runtime.cuda.machinery import CudaDevice
+    from daop.runtime.machinery import Wishes
 
-    if torch.version.cuda is None:
-        return "this torch is a build for CPUs, so no GPU can be used"
-    return "torch sees no CUDA device"
+    try:
+        device = CudaDevice(checkpoint, Wishes(context=context, batch=batch))
+    except DaopError as error:
+        return str(error)
+    return f"can be used: --ecr {device.estimate.ecr:.3g}: {device.estimate.reason}"
+
+
+def _device_reason(found: dict[str, Any]) -> str:
+    if found["cuda_problem"]:
+        return "the only one that can be used here"
+    return "unless you ask for cuda, of which no figure has been measured yet"
 
 
 def describe(found: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -161,6 +184,7 @@ def describe(found: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
 def _choice_rows(choice: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("--device", f"{choice['device']}: {choice['device_reason']}"),
+        ("--device cuda", choice["cuda"]),
         ("--threads", f"{choice['threads']}: {choice['threads_reason']}"),
     ]
     if "model" in choice:

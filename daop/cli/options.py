@@ -32,7 +32,7 @@ FastMemory = Annotated[
     Option(metavar="SIZE", help="Memory for resident experts, like 2GiB; auto (default): as many as fit."),
 ]
 Ecr = Annotated[float | None, Option(help="Share of the experts that is resident instead, 0 to 1.")]
-Device = Annotated[str, Option(help="Where experts are computed.")]
+Device = Annotated[str, Option(help="Where experts are computed: host or cuda.")]
 DirectIo = Annotated[bool, Option("--direct-io", help="Read past the page cache.")]
 Dtype = Annotated[str | None, Option(help="Numbers outside the experts: bfloat16, float16 or float32.")]
 Threads = Annotated[int | None, Option(min=1, help="Threads that compute (default: one a core).")]

@@ -58,7 +58,7 @@ class CudaDevice:
         self.torch_device = self._gpu.device
         free, total = self._gpu.memory()
         self._limit = (free, describe_memory(free, total, _name(self._gpu.device)))
-        self._plan(None)  # what cannot fit is said before anything is loaded
+        self.estimate = self._plan(None)  # what cannot fit is said before anything is loaded
 
     def _plan(self, activations: int | None) -> MemoryPlan:
         wishes = self._wishes
