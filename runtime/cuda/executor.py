@@ -98,6 +98,7 @@ class CudaExecutor(Executor):
         self._waits: list[tuple[str, Mark, Mark]] = []  # what the device waited for, not yet read off
         self._counts: list[tuple[Phase, int, torch.Tensor]] = []  # choices that the host has not seen: [E]
         self._calm = False  # every expert is resident
+        self.watchful = False  # True: the host looks at every choice, even where all experts are resident
         self._can_be_calm = all(compute.groups_from > 0 for compute in device_compute) and (
             max(checkpoint.geometry.experts) <= WINDOW
         )
@@ -141,7 +142,12 @@ class CudaExecutor(Executor):
         """hidden [T, H], ids [T, K], weights [T, K] -> [T, H] in hidden's dtype."""
         while True:
             try:
-                if self._calm and self.recorder is None and hidden.dtype == torch.bfloat16:
+                if (
+                    self._calm
+                    and not self.watchful
+                    and self.recorder is None
+                    and hidden.dtype == torch.bfloat16
+                ):
                     return self._run_calmly(layer, hidden, ids, weights)
                 return self._run_layer(layer, hidden, ids, weights)
             except torch.OutOfMemoryError:

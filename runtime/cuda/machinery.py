@@ -130,19 +130,15 @@ class CudaMachinery:
         recorder: Recorder | None,
         watchers: Sequence[Watcher],
         told: Told,
+        share: CudaMachinery | None = None,
     ) -> None:
         self.plan = plan
         self.gpu = gpu
         self._checkpoint = checkpoint
         geometry = checkpoint.geometry
         self.reader = FileReader(checkpoint.files, direct_io=direct_io, largest=READ_CHUNK)
-        self.weights = HostWeights(checkpoint, gpu, ram)
-        self.weights.fill(
-            self.reader, lambda share: told("reading experts into host memory", 0.5 + share / 3)
-        )
-        self.reader.drop_cache()  # they are in our own memory now
-        if self.weights.pageable_bytes or self.weights.on_disk:
-            told(self.weights.describe(), 0.85)
+        self._shares = share is not None
+        self.weights: HostWeights = share.weights if share is not None else self._fill(checkpoint, ram, told)
         self.memory = DeviceMemory(gpu, checkpoint.layouts, plan.slots, STAGING)
         self.transfers = LinkTransfers(checkpoint, gpu, self.memory, self.weights, self.reader)
         self.residency = Residency(geometry, plan.slots, self.memory.class_of_layer)
@@ -153,7 +149,9 @@ class CudaMachinery:
         told("measuring what experts cost", 0.88)
         self.compute = compute
         self.host_compute = host_compute
-        self.hardware = self._measure(built.model.dtype, layer_seconds)
+        self.hardware: Hardware = (
+            share.hardware if share is not None else self._measure(built.model.dtype, layer_seconds)
+        )
         self.transfers.bandwidth = self.hardware.link_gbs * 1e9
         costs = HardwareCosts(self.hardware, geometry)
         conductor = Conductor(policy, self.residency, self.transfers, costs, Statistics(geometry), watchers)
@@ -172,6 +170,15 @@ class CudaMachinery:
             recorder=recorder,
         )
         self.shrinks = 0
+
+    def _fill(self, checkpoint: Checkpoint, ram: int, told: Told) -> HostWeights:
+        weights = HostWeights(checkpoint, self.gpu, ram)
+        reading = "reading experts into host memory"
+        weights.fill(self.reader, lambda share: told(reading, 0.5 + share / 3))
+        self.reader.drop_cache()  # they are in our own memory now
+        if weights.pageable_bytes or weights.on_disk:
+            told(weights.describe(), 0.85)
+        return weights
 
     def _measure(self, dtype: torch.dtype, layer: tuple[float, float]) -> Hardware:
         """Costs of the experts of which there are most bytes."""
@@ -287,7 +294,8 @@ class CudaMachinery:
     def close(self) -> None:
         self.transfers.close()
         self.gpu.synchronize()
-        self.weights.close()
+        if not self._shares:
+            self.weights.close()
         self.reader.close()
 
 
