@@ -6,6 +6,7 @@ Decoding is driven with given tokens, so that every contender does the same work
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from daop.core import Phase
+from daop.forward_watch import CACHE_ARGUMENTS
 from daop.runtime.checkpoint import open_checkpoint
 from daop.runtime.cuda.compute import DeviceExperts
 from daop.runtime.cuda.machinery import STAGING, CudaMachinery, ram_budget
@@ -54,6 +56,8 @@ def drive(
     from transformers import DynamicCache
 
     device = next(model.parameters()).device
+    named = inspect.signature(model.forward).parameters
+    name = next((name for name in CACHE_ARGUMENTS if name in named), CACHE_ARGUMENTS[-1])
     given = torch.tensor([tokens], device=device)
     prompt = len(tokens) - steps
     cache = DynamicCache(config=model.config)
@@ -62,7 +66,7 @@ def drive(
         part = given[:, :prompt] if at == 0 else given[:, at : at + 1]
         if begin is not None:
             begin(Phase.PREFILL if at == 0 else Phase.DECODE, part.shape[1], int(at == 0))
-        out = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = model(part, use_cache=True, logits_to_keep=1, **{name: cache})
         kept.append(out.logits[0, -1])
         if end is not None:
             end()

@@ -82,11 +82,7 @@ def read_cpu(root: Path = ROOT, affinity: frozenset[int] | None = None) -> Cpu:
     """``affinity``: the processors this process may run on; by default what the kernel says."""
     allowed = frozenset(os.sched_getaffinity(0)) if affinity is None else affinity
     quota = cgroups.cpu_quota(root)
-    siblings = set()
-    for number in allowed:
-        topology = root / f"sys/devices/system/cpu/cpu{number}/topology"
-        ids = tuple(_text(topology / name) for name in ("physical_package_id", "core_id"))
-        siblings.add(ids if all(ids) else (str(number),))
+    siblings = _siblings(root, allowed)
     fields = _fields(root / "proc/cpuinfo")
     has = set((fields.get("flags") or fields.get("Features") or "").split())
     threads = len(allowed) if quota is None else max(1, min(len(allowed), int(quota + 0.999)))
@@ -97,6 +93,22 @@ def read_cpu(root: Path = ROOT, affinity: frozenset[int] | None = None) -> Cpu:
         quota=quota,
         flags=tuple(flag for flag in FLAGS if flag in has),
     )
+
+
+def physical_cores(root: Path = ROOT, affinity: frozenset[int] | None = None) -> list[int]:
+    """One processor of every core that this process may use, ascending."""
+    allowed = frozenset(os.sched_getaffinity(0)) if affinity is None else affinity
+    return sorted(_siblings(root, allowed).values())
+
+
+def _siblings(root: Path, allowed: frozenset[int]) -> dict[tuple[str, ...], int]:
+    """Cores, and the first processor of each that is allowed."""
+    found: dict[tuple[str, ...], int] = {}
+    for number in sorted(allowed):
+        topology = root / f"sys/devices/system/cpu/cpu{number}/topology"
+        ids = tuple(_text(topology / name) for name in ("physical_package_id", "core_id"))
+        found.setdefault(ids if all(ids) else (str(number),), number)
+    return found
 
 
 def read_disk(path: str | Path, root: Path = ROOT) -> Disk:

@@ -129,6 +129,7 @@ class DeviceExperts:
             part.dtype == "BF16" and (len(part.shape) == 1 or part.shape[-1] % 8 == 0)
             for part in self.layout.parts
         )
+        aligned &= self.form.hidden % 8 == 0 and self.form.intermediate % 8 == 0
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
             return False
         return aligned and grouped_product() is not None

@@ -30,6 +30,7 @@ from daop.runtime.recording import Recorder
 
 from .arenas import HostWeights
 from .compute import WINDOW, DeviceBatch, DeviceExperts, Group, Sent, make_group
+from .cores import CoreBinding
 from .mailbox import Inbox, Outbox
 from .slabs import DeviceMemory
 from .streams import Gpu, Mark
@@ -95,6 +96,7 @@ class CudaExecutor(Executor):
         self._shrink = shrink
         self._outbox = Outbox(gpu)
         self._inbox = Inbox(gpu)
+        self._threads = CoreBinding(enabled=gpu.device.type == "cuda")
         self._waits: list[tuple[str, Mark, Mark]] = []  # what the device waited for, not yet read off
         self._counts: list[tuple[Phase, int, torch.Tensor]] = []  # choices that the host has not seen: [E]
         self._calm = False  # every expert is resident
@@ -176,6 +178,7 @@ class CudaExecutor(Executor):
             self._settle_counts()
         return compute.finish(batch)
 
+    @torch.inference_mode()
     def settle(self) -> None:
         self._gpu.synchronize()
         self._settle_counts()
@@ -366,6 +369,7 @@ class CudaExecutor(Executor):
         ids = torch.full((step.rows * batch.top_k,), count)  # padding, but for the host's share
         for flat, pairs in zip(flats, self._pairs(batch, step, flats), strict=True):
             ids[torch.from_numpy(pairs)] = flat - base
+        self._threads.bind()
         compute = self._host[step.layer]
         weights = batch.weights.view(step.rows, batch.top_k)
         share = compute.begin(hidden, ids.view(step.rows, batch.top_k), weights)
