@@ -226,7 +226,15 @@ def save_machine(path: Path, hardware: Hardware, found: dict[str, Any], top_k: i
     figures = [f.name for f in dataclasses.fields(hardware) if f.name not in ("name", "tier")]
     sources = dict.fromkeys(figures, "benchmarks/gpu_check.py on this machine, medians")
     about = f"measured by benchmarks/gpu_check.py ({found.get('conditions')})"
-    path.write_text(render(HardwareProfile(hardware=hardware, about=about, sources=sources, derived={})))
+    profile = HardwareProfile(
+        hardware=hardware,
+        about=about,
+        sources=sources,
+        derived={},
+        expert_bytes=nbytes,
+        weight_bits=16.0,
+    )
+    path.write_text(render(profile))
 
 
 def check_simulated(bench: Bench, machine: Path, measured: dict[str, Any], trace: Path) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -31,38 +30,14 @@ from daop.runtime.recording import Recorder
 from .arenas import HostWeights
 from .compute import WINDOW, DeviceBatch, DeviceExperts, Group, Sent, make_group
 from .cores import CoreBinding
+from .launches import Launch, from_slots, from_staging
 from .mailbox import Inbox, Outbox
 from .slabs import DeviceMemory
 from .streams import Gpu, Mark
-from .transfers import LinkTransfers, Ticket
+from .transfers import LinkTransfers
 
 BESIDE_BYTES = 1 << 20  # hidden states of so many bytes come along with the router's choice
 UNSEEN = 4096  # layers of which the host has not counted the requests, at most
-GROUP_BYTES = 16 << 20  # experts on their way are computed together in groups of so many bytes
-
-
-@dataclass(slots=True)
-class Launch:
-    """Experts computed together, from slots or staging slots of one class. ``tickets``: what they wait for,
-    under the ``cause``; ``next``: who takes over the staging slot."""
-
-    flats: list[int]
-    slots: list[int]
-    tickets: list[Ticket] = field(default_factory=list)
-    cause: str = ""
-    staged: bool = False
-    pinned: bool = True
-    next: Launch | None = None
-
-    @property
-    def prompt(self) -> bool:
-        """Whether launching it does not make the host wait for reads."""
-        return self.pinned and all(ticket.pinned for ticket in self.tickets)
-
-    def takes(self, ticket: Ticket) -> bool:
-        """Whether one more fits into the group."""
-        held = sum(other.nbytes for other in self.tickets)
-        return held + ticket.nbytes <= GROUP_BYTES and ticket.pinned == self.prompt
 
 
 class CudaExecutor(Executor):
@@ -260,8 +235,10 @@ class CudaExecutor(Executor):
         began = time.perf_counter()
         away = [flat for flat in work.host if not self._weights.in_ram(flat)]
         here = [flat for flat in work.host if self._weights.in_ram(flat)]
-        streams = self._streams(step, [*work.stream, *away])
-        launches = [*self._launches(step, work), *streams]
+        staging = self._memory.staging[self._memory.class_of_layer[step.layer]].count
+        streams = from_staging([*work.stream, *away], staging, self._transfers, self._weights)
+        slot_of = self.conductor.residency.slot_of
+        launches = [*from_slots(work, slot_of, self._transfers), *streams]
         compute = self._device[step.layer]
         on_device = compute.begin(hidden, weights)
         groups = [make_group(launch.slots, self._pairs(batch, step, launch.flats)) for launch in launches]
@@ -280,44 +257,6 @@ class CudaExecutor(Executor):
         for item in slow:
             self._launch(step, compute, on_device, *item)
         return compute.finish(on_device, beside), time.perf_counter() - began
-
-    def _launches(self, step: Step, work: Work) -> list[Launch]:
-        """What the device computes from slots, in the order in which it becomes readable."""
-        slot_of = self.conductor.residency.slot_of
-        out: list[Launch] = []
-        if work.ready:
-            out.append(Launch(list(work.ready), [slot_of[flat] for flat in work.ready]))
-        for index, flat in enumerate(work.coming):
-            cause = "late" if index < work.late else "demand"
-            ticket = self._transfers.ticket(flat)
-            last = out[-1] if out else None
-            if last is not None and last.cause == cause and last.takes(ticket):
-                last.flats.append(flat)
-                last.slots.append(slot_of[flat])
-                last.tickets.append(ticket)
-            else:
-                out.append(Launch([flat], [slot_of[flat]], [ticket], cause))
-        return out
-
-    def _streams(self, step: Step, flats: Sequence[int]) -> list[Launch]:
-        """What the device computes from staging slots. The first copies start at once, each further one when
-        the computation before it in its slot has been launched."""
-        slots = self._memory.staging[self._memory.class_of_layer[step.layer]].count
-        out = [
-            Launch(
-                [flat],
-                [index % slots],
-                [self._transfers.stream(flat, index)] if index < slots else [],
-                "demand",
-                staged=True,
-                pinned=self._weights.is_pinned(flat),
-            )
-            for index, flat in enumerate(flats)
-        ]
-        for before, behind in zip(out, out[slots:], strict=False):
-            before.next = behind
-        self._transfers.kick()
-        return out
 
     def _launch(
         self,

@@ -19,7 +19,7 @@ from daop.runtime.experts import ExpertsFn
 from daop.runtime.files import FileReader
 from daop.runtime.host_compute import HostExperts
 from daop.runtime.layout import ExpertForm
-from daop.runtime.machinery import Wishes, peak_rss
+from daop.runtime.machinery import Wishes, peak_rss, weight_bits
 from daop.runtime.memory import MemoryPlan, as_bytes, default_headroom, plan_memory
 from daop.runtime.model import BuiltModel
 from daop.runtime.policies.base import Policy
@@ -153,7 +153,7 @@ class CudaMachinery:
             share.hardware if share is not None else self._measure(built.model.dtype, layer_seconds)
         )
         self.transfers.bandwidth = self.hardware.link_gbs * 1e9
-        costs = HardwareCosts(self.hardware, geometry)
+        costs = HardwareCosts(self.hardware, geometry, weight_bits(checkpoint))
         conductor = Conductor(policy, self.residency, self.transfers, costs, Statistics(geometry), watchers)
         self._conductor = conductor
         self.executor = CudaExecutor(
@@ -181,54 +181,30 @@ class CudaMachinery:
         return weights
 
     def _measure(self, dtype: torch.dtype, layer: tuple[float, float]) -> Hardware:
-        """Costs of the experts of which there are most bytes."""
-        checkpoint, gpu = self._checkpoint, self.gpu
-        geometry = checkpoint.geometry
-        largest = max(range(geometry.layers), key=lambda layer: geometry.expert_bytes[layer])
-        kind = self.memory.class_of_layer[largest]
-        staging, compute = self.memory.staging[kind], self.compute[largest]
-        flats = [
-            flat
-            for flat in range(geometry.offsets[largest], geometry.offsets[largest + 1])
-            if self.weights.in_ram(flat)
-        ][: max(8, geometry.top_k)]
+        """Costs of the largest experts, with as many of them as outgrow a processor's caches."""
+        geometry = self._checkpoint.geometry
+        largest = max(range(geometry.layers), key=lambda number: geometry.expert_bytes[number])
+        first, last = geometry.offsets[largest : largest + 2]
+        flats = [flat for flat in range(first, last) if self.weights.in_ram(flat)][: max(8, geometry.top_k)]
         if not flats:
-            return _unmeasured(layer)
+            return measure.unmeasured(layer)
+        staging = self.memory.staging[self.memory.class_of_layer[largest]]
         source, nbytes = self.weights.address(flats[0]), staging.layout.nbytes
-        if not self.weights.is_pinned(flats[0]):
-            source = self.transfers.ring_address
-            nbytes = min(nbytes, self.transfers.chunk)
-        for slot in range(staging.count):  # so that what is computed with are numbers
-            gpu.copy_in(staging.address(slot), source, nbytes)
-        gpu.synchronize()
-        pinned = measure.copy_seconds(gpu, staging.address(0), source, nbytes)
-        small = measure.copy_seconds(gpu, staging.address(0), source, min(4096, nbytes))
-        slots = list(range(staging.count))
-        measure.choose_way(gpu, compute, staging, slots, dtype)
-        for other in self.compute:
-            if other.layout == compute.layout:
-                other.groups_from = compute.groups_from
-        on_device = {
-            tokens: measure.device_seconds(gpu, compute, staging, slots, tokens, dtype, repeats=3)
-            for tokens in (1, 64)
-        }
-        held = [torch.from_numpy(self.weights.array(flat)) for flat in flats]
-        on_host = {
-            tokens: measure.host_seconds(self.host_compute[largest], held, tokens, dtype, repeats=2)
-            for tokens in (1, 16)
-        }
-        return measure.as_hardware(
-            name="this machine",
+        if not self.weights.is_pinned(flats[0]):  # what can be locked at least
+            source, nbytes = self.transfers.handover.ring_address, min(nbytes, self.transfers.handover.chunk)
+        bench = measure.Bench(
+            compute=self.compute[largest],
+            host_compute=self.host_compute[largest],
+            staging=staging,
+            slots=[torch.from_numpy(self.weights.array(flat)) for flat in flats],
+            source=source,
             nbytes=nbytes,
-            pinned=pinned,
-            small=small,
-            pageable=None,
-            device=on_device,
-            host=on_host,
-            bring=2 * small,
-            layer=layer[0],
-            layer_per_row=layer[1],
         )
+        found = measure.measure_machine(self.gpu, bench, dtype, layer)
+        for other in self.compute:
+            if other.layout == bench.compute.layout:
+                other.groups_from = bench.compute.groups_from
+        return found
 
     # -- when memory is used up ----------------------------------------------------------------------
 
@@ -283,7 +259,7 @@ class CudaMachinery:
             "host_pinned": self.weights.pinned_bytes,
             "host_pageable": self.weights.pageable_bytes,
             "experts_on_disk": self.weights.on_disk,
-            "staged": self.transfers.staged_bytes,
+            "staged": self.transfers.handover.staged_bytes,
             "shrinks": self.shrinks,
             "peak": peak_rss(),
         }
@@ -313,20 +289,6 @@ def _on_host(form: ExpertForm) -> ExpertForm:
     if not isinstance(form.post_norm, torch.nn.Module):
         return form
     return dataclasses.replace(form, post_norm=copy.deepcopy(form.post_norm).to("cpu"))
-
-
-def _unmeasured(layer: tuple[float, float]) -> Hardware:
-    """Rules of thumb, where no expert is in RAM to be measured."""
-    return Hardware(
-        name="this machine (not measured)",
-        link_gbs=1.0,
-        host_gbs=10.0,
-        host_gflops=150.0,
-        device_gbs=500.0,
-        device_gflops=50000.0,
-        layer_us=max(0.0, layer[0] * 1e6),
-        layer_us_per_row=max(0.0, layer[1] * 1e6),
-    )
 
 
 def _name(device: torch.device) -> str:

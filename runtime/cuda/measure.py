@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -106,10 +107,71 @@ def choose_way(
     return found
 
 
+@dataclass(frozen=True)
+class Bench:
+    """What there is to measure with: the experts of one layer, and the staging slots that they fit into.
+    ``flats`` are in RAM; ``source`` is where the first can be copied from without being staged, ``nbytes``
+    how much of it."""
+
+    compute: DeviceExperts
+    host_compute: HostExperts
+    staging: DeviceSlab
+    slots: list[torch.Tensor]  # the experts' bytes in RAM
+    source: int
+    nbytes: int
+
+
+def measure_machine(gpu: Gpu, bench: Bench, dtype: torch.dtype, layer: tuple[float, float]) -> Hardware:
+    """Costs of this machine; sets which way of multiplying ``bench.compute`` uses. ``layer``: seconds of a
+    layer without its experts, for one row and for every further one."""
+    staging, nbytes = bench.staging, bench.nbytes
+    for slot in range(staging.count):  # so that what is computed with are numbers
+        gpu.copy_in(staging.address(slot), bench.source, nbytes)
+    gpu.synchronize()
+    pinned = copy_seconds(gpu, staging.address(0), bench.source, nbytes)
+    small = copy_seconds(gpu, staging.address(0), bench.source, min(4096, nbytes))
+    numbers = list(range(staging.count))
+    choose_way(gpu, bench.compute, staging, numbers, dtype)
+    return as_hardware(
+        name="this machine",
+        nbytes=staging.layout.nbytes,
+        copied=nbytes,
+        pinned=pinned,
+        small=small,
+        pageable=None,
+        device={
+            tokens: device_seconds(gpu, bench.compute, staging, numbers, tokens, dtype, repeats=3)
+            for tokens in (1, 64)
+        },
+        host={
+            tokens: host_seconds(bench.host_compute, bench.slots, tokens, dtype, repeats=2)
+            for tokens in (1, 16)
+        },
+        bring=2 * small,
+        layer=layer[0],
+        layer_per_row=layer[1],
+    )
+
+
+def unmeasured(layer: tuple[float, float]) -> Hardware:
+    """Rules of thumb, where no expert is in RAM to be measured."""
+    return Hardware(
+        name="this machine (not measured)",
+        link_gbs=1.0,
+        host_gbs=10.0,
+        host_gflops=150.0,
+        device_gbs=500.0,
+        device_gflops=50000.0,
+        layer_us=max(0.0, layer[0] * 1e6),
+        layer_us_per_row=max(0.0, layer[1] * 1e6),
+    )
+
+
 def as_hardware(
     *,
     name: str,
     nbytes: int,
+    copied: int,
     pinned: float,
     small: float,
     pageable: float | None,
@@ -128,9 +190,9 @@ def as_hardware(
     return Hardware(
         name=name,
         tier="device",
-        link_gbs=_figure(nbytes / (pinned - latency) / 1e9),
+        link_gbs=_figure(copied / (pinned - latency) / 1e9),
         link_latency_us=round(latency * 1e6, 2),
-        link_pageable_gbs=None if pageable is None else _figure(nbytes / pageable / 1e9),
+        link_pageable_gbs=None if pageable is None else _figure(copied / pageable / 1e9),
         host_gbs=_figure(nbytes / host[host_few] / 1e9),
         host_gflops=_figure(max(host_many * nbytes / host[host_many], nbytes / host[host_few]) / 1e9),
         activation_us=round(bring * 1e6, 2),

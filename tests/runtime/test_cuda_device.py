@@ -128,6 +128,7 @@ def test_a_profile_is_what_was_measured() -> None:
     hardware = measure.as_hardware(
         name="made up",
         nbytes=10_000_000,
+        copied=10_000_000,
         pinned=400e-6 + 10e-6,
         small=10e-6,
         pageable=2e-3,

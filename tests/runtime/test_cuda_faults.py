@@ -171,9 +171,13 @@ class Letters:
         return "".join(chr(97 + token % 26) for token in ids)
 
 
-def test_staging_slots_are_enough_for_any_number_of_streams(model: Path, reference: list[list[int]]) -> None:
+@pytest.mark.parametrize("ram", [99.0, 11.0, 4.0])
+def test_staging_slots_are_enough_for_any_number_of_streams(
+    model: Path, reference: list[list[int]], ram: float
+) -> None:
+    """Also where some wait for a disk and others do not, one after the other in the same slot."""
     gpu = standin(8)
-    with open_standin(model, gpu, "on_demand", 0) as runtime:
+    with open_standin(model, gpu, "on_demand", 0, ram=experts(model, ram)) as runtime:
         assert generate(runtime, PROMPTS, STEPS, batch=3) == reference
         assert machinery(runtime).memory.staging[0].count == STAGING < 6
     assert gpu.faults == []

@@ -264,7 +264,7 @@ def test_a_read_error_names_the_expert_and_the_file(files: Files) -> None:
         def fail(file: int, offset: int, out: object) -> None:
             raise OSError(5, "I/O error")
 
-        engine._reader.read = fail  # type: ignore[method-assign]
+        engine.handover._reader.read = fail  # type: ignore[method-assign]
         engine.fetch(6, 0, demand=True)
         engine.fetch(7, 1, demand=False)
         with pytest.raises(DaopError, match=r"cannot read expert 6 in .*I/O error"):
@@ -281,7 +281,7 @@ def test_dying_threads_end_in_an_error_not_a_hang(files: Files) -> None:
         def die(file: int, offset: int, out: object) -> None:
             raise SystemExit(1)
 
-        engine._reader.read = die  # type: ignore[method-assign]
+        engine.handover._reader.read = die  # type: ignore[method-assign]
         for flat in range(8):
             engine.fetch(flat, flat, demand=True)
         with pytest.raises(DaopError, match=r"have died|cannot read"):
