@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from daop.runtime.codecs.plain import PLAIN
 from daop.runtime.codecs.stored import find_format
 from daop.runtime.hub import model_folder
 from daop.runtime.layout import ExpertLayout
+from daop.runtime.packed import Pack, place_layers, read_pack
 from daop.runtime.placing import LayerPlaces, Location
 from daop.runtime.safetensors_index import TensorIndex, read_index, read_json
 from daop.runtime.skeleton import Skeleton, build_skeleton
@@ -58,7 +59,10 @@ class Checkpoint:
     coded: dict[str, dict[str, str]]
     codec: Codec
     skeleton: Skeleton
-    _places: tuple[tuple[tuple[Location, ...], ...], ...] = field(repr=False)  # [layer][expert][part]
+    pack: Pack | None = None  # the manifest, if ``daop pack`` wrote the folder
+    _places: tuple[tuple[tuple[Location, ...], ...], ...] = field(
+        repr=False, default=()
+    )  # [layer][expert][part]
     _ranges: dict[int, tuple[ByteRange, ...]] = field(repr=False, default_factory=dict)  # asked before
 
     @property
@@ -93,6 +97,13 @@ class Checkpoint:
                 out.append(ByteRange(file, offset, part.nbytes, part.offset))
         return tuple(out)
 
+    def checksum(self, flat: int) -> int | None:
+        """CRC-32 of the expert's bytes as read; None where the files give none."""
+        if self.pack is None:
+            return None
+        layer, expert = self.geometry.pair(flat)
+        return self.pack.layers[layer].checksums[expert]
+
     def describe(self, flat: int) -> str:
         """The expert's name for messages: number, layer, module, file."""
         layer, expert = self.geometry.pair(flat)
@@ -106,29 +117,29 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     A folder of that name wins over the hub.
     """
     folder = model_folder(model)
+    pack = read_pack(folder)
     config = read_json(folder / "config.json")
-    stored = find_format(folder / "config.json", config)
+    stored = find_format(folder / "config.json", config) if pack is None else pack.rest_format(folder)
     index = read_index(folder)
     skeleton = build_skeleton(folder)
     sources = {name: source for experts in skeleton.experts for name, source in experts.sources.items()}
     found = names.targets(skeleton.model, index.tensors, frozenset(sources), stored)
-    by_parameter: dict[str, list[str]] = {}
-    for name, target in found.items():
-        by_parameter.setdefault(target.parameter, []).append(name)
-    layouts, places = [], []
-    known: dict[frozenset[tuple[str, tuple[int, ...], str]], ExpertLayout] = {}
-    for experts in skeleton.experts:
-        collected = LayerPlaces(experts, index, stored.codec if stored else PLAIN)
-        for parameter in experts.sources:
-            for name in by_parameter.get(parameter, ()):
-                collected.add(name, found[name])
-        layout, layer_places = collected.finish(known)
-        layouts.append(layout)
-        places.append(layer_places)
+    whole: dict[int, tuple[ByteRange, ...]] = {}
+    if pack is None:
+        layouts, places = _place(skeleton, index, found, stored.codec if stored else PLAIN)
+    else:
+        layouts, spots, files = place_layers(folder, pack, skeleton.experts, len(index.files))
+        index = replace(index, files=(*index.files, *files))
+        places = [tuple((spot,) for spot in layer) for layer in spots]
+        sizes = [layout.nbytes for layout, layer in zip(layouts, spots, strict=True) for _ in layer]
+        flat = [spot for layer in spots for spot in layer]
+        whole = {
+            n: (ByteRange(*spot, size, 0),) for n, (spot, size) in enumerate(zip(flat, sizes, strict=True))
+        }
     expert_tensors = frozenset(name for name, target in found.items() if target.parameter in sources)
     rest = {name: target for name, target in found.items() if name not in expert_tensors}
     other_tensors = frozenset(name for name, target in rest.items() if not target.coded)
-    fingerprint = _fingerprint(config, index, other_tensors)
+    fingerprint = _fingerprint(config, index, other_tensors) if pack is None else pack.fingerprint
     return Checkpoint(
         path=folder,
         geometry=Geometry(
@@ -147,8 +158,30 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
         coded=_pieces_of(rest),
         codec=stored.codec if stored else PLAIN,
         skeleton=skeleton,
+        pack=pack,
         _places=tuple(places),
+        _ranges=whole,
     )
+
+
+def _place(
+    skeleton: Skeleton, index: TensorIndex, found: dict[str, names.Target], codec: Codec
+) -> tuple[list[ExpertLayout], list[tuple[tuple[Location, ...], ...]]]:
+    """Per MoE layer, how its experts lie in a slot and where each part of each expert is in the files."""
+    by_parameter: dict[str, list[str]] = {}
+    for name, target in found.items():
+        by_parameter.setdefault(target.parameter, []).append(name)
+    layouts, places = [], []
+    known: dict[frozenset[tuple[str, tuple[int, ...], str]], ExpertLayout] = {}
+    for experts in skeleton.experts:
+        collected = LayerPlaces(experts, index, codec)
+        for parameter in experts.sources:
+            for name in by_parameter.get(parameter, ()):
+                collected.add(name, found[name])
+        layout, layer_places = collected.finish(known)
+        layouts.append(layout)
+        places.append(layer_places)
+    return layouts, places
 
 
 def _pieces_of(rest: dict[str, names.Target]) -> dict[str, dict[str, str]]:

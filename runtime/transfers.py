@@ -7,8 +7,10 @@ pool never touches residency: it fills memory and reports what has ended.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -35,7 +37,10 @@ class Reader(Protocol):
 class Ticket:
     """One expert on its way into one buffer."""
 
-    __slots__ = ("began", "chunks", "demand", "error", "flat", "nbytes", "open", "slotted", "started")
+    __slots__ = (
+        *("began", "chunks", "demand", "error", "flat", "nbytes", "open", "out", "slotted", "started"),
+        "unread",
+    )
 
     def __init__(
         self,
@@ -44,8 +49,11 @@ class Ticket:
         nbytes: int,
         demand: bool,
         slotted: bool,
+        out: NDArray[np.uint8],
     ) -> None:
         self.flat = flat
+        self.out = out  # the slot
+        self.unread = len(chunks)  # those whose bytes have not come: see _verify
         self.chunks = chunks  # (file, offset, destination) not yet begun
         self.open = len(chunks)  # chunks not yet ended
         self.nbytes = nbytes
@@ -70,6 +78,7 @@ class FileTransfers:
         self._memory = memory
         self._reader = reader
         self._chunk = chunk
+        self._verified = bytearray(checkpoint.geometry.total)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._ended = threading.Condition(self._lock)
@@ -223,7 +232,7 @@ class FileTransfers:
                 at = part.slot_offset + start
                 chunks.append((part.file, part.offset + start, out[at : at + size]))
             total += part.nbytes
-        ticket = Ticket(flat, chunks, total, demand, slotted)
+        ticket = Ticket(flat, chunks, total, demand, slotted, out)
         self._new.append(ticket)
         return ticket
 
@@ -243,12 +252,27 @@ class FileTransfers:
             try:
                 if ticket.error is None:
                     self._reader.read(file, offset, out)
+                    self._verify(ticket)
             except OSError as failure:
                 error = failure
             except BaseException as failure:
                 self._end_chunk(ticket, len(out), failure, began)
                 raise
             self._end_chunk(ticket, len(out), error, began)
+
+    def _verify(self, ticket: Ticket) -> None:
+        """Once per expert, when its last chunk has been read, compare the checksum that its file gives;
+        raises OSError."""
+        wanted = None if self._verified[ticket.flat] else self._checkpoint.checksum(ticket.flat)
+        if wanted is None:
+            return
+        with self._lock:
+            ticket.unread -= 1
+            if ticket.unread:
+                return
+        if zlib.crc32(ticket.out[: ticket.nbytes].data) != wanted:
+            raise OSError(errno.EIO, "its bytes are not those that were packed: the checksum differs")
+        self._verified[ticket.flat] = 1
 
     def _take(self) -> tuple[Ticket, tuple[int, int, NDArray[np.uint8]]] | None:
         """The next chunk, demand first; with the lock held."""

@@ -25,6 +25,7 @@ COMMANDS = {
     "evaluate": ("daop.cli.evaluate:evaluate", "Score predictors on traces they have not seen."),
     "compare": ("daop.cli.compare:compare", "Compare static with dynamic placement, measured or simulated."),
     "quality": ("daop.cli.quality:quality", "Measure what an approximation changes in a model's output."),
+    "pack": ("daop.cli.pack:pack", "Write a model's experts for fast reading, in fewer bits if wanted."),
     "calibrate": ("daop.cli.calibrate:calibrate", "Measure what moving and computing experts costs here."),
 }
 """Name -> (where it is, what it does), in the order of the help."""

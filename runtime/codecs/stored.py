@@ -44,6 +44,7 @@ class StoredFormat:
         return out
 
 
+PACKED = "daop-pack"  # the quant_method of folders that daop packed
 FP8 = StoredFormat(Fp8(), "", "_scale_inv")
 MXFP4 = StoredFormat(Mxfp4(), "_blocks", "_scales")
 
@@ -62,6 +63,10 @@ def _known(path: Path, said: Any) -> StoredFormat:
     method = said.get("quant_method", "unnamed") if isinstance(said, dict) else said
     if method == "mxfp4":
         return MXFP4
+    if method == PACKED:
+        raise DaopError(
+            f"{path} is of a folder that `daop pack` wrote, but its manifest is missing: fetch it again"
+        )
     if method != "fp8":
         raise DaopError(
             f"{path} says that the weights are quantised ({method}); daop reads {READ}: use a copy of the "

@@ -36,6 +36,9 @@ class Files:
     files: tuple[Path, ...]
     layouts: tuple[ExpertLayout, ...]
 
+    def checksum(self, flat: int) -> int | None:
+        return None
+
     def ranges(self, flat: int) -> tuple[ByteRange, ...]:
         up, down = LAYOUT.parts
         return (
