@@ -1,7 +1,8 @@
 # Each target sets itself up in .venv; all it needs is git, make and Python 3.11 to 3.13.
 #   make demo    watch a model whose experts do not fit in memory generate text
 #   make test    the whole test suite
-#   make check   lint, format and types
+#   make check   lint, format, types, and whether the documentation builds
+#   make docs    the documentation as a site, in build/site
 # PYTHON=/path/to/python chooses the interpreter. pip's own settings (index, cache, ...) apply.
 
 SHELL := /bin/bash
@@ -9,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check setup clean
+.PHONY: demo test check docs setup clean
 
 demo: $(STAMP)
 	$(BIN)/daop demo
@@ -17,10 +18,13 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --durations=10  # passive: tests share the cores with other work
 
-check: $(STAMP)
+check: $(STAMP) docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(STAMP)
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/site
 
 setup: $(STAMP)
 

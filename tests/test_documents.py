@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,10 @@ def test_every_command_line_of_the_readme_is_understood() -> None:
         options = {flag for flag in arguments if flag.startswith("--")}
         known = {flag for parameter in command.params for flag in parameter.opts}
         assert options <= known, line
+
+
+def test_the_readme_says_what_the_benchmarks_printed() -> None:
+    ran = subprocess.run(
+        [sys.executable, "benchmarks/readme_figures.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr

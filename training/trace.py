@@ -201,6 +201,15 @@ class CountsTrace:
     def __len__(self) -> int:
         return len(self.sequence)
 
+    def summed(self) -> CountsTrace:
+        """All sequences as one."""
+        return replace(
+            self,
+            sequence=self.sequence[:1],
+            tokens=self.tokens.sum(keepdims=True, dtype=np.int32),
+            counts=self.counts.sum(axis=0, keepdims=True, dtype=np.uint32),
+        )
+
     def validate(self, name: str) -> CountsTrace:
         """Raise DaopError unless every layer's counts sum to top-k times the sequence's tokens."""
         if self.counts.shape != (len(self), self.geometry.total) or self.tokens.shape != (len(self),):

@@ -159,6 +159,27 @@ def import_trace(
     )
 
 
+@trace_app.command("counts")
+def counts(
+    path: Annotated[Path, typer.Argument(help="A trace of tokens.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The trace of counts to write.")],
+    total: Annotated[bool, typer.Option("--total", help="One row for all sequences together.")] = False,
+    force: options.Force = False,
+) -> None:
+    """Keep only how often each expert was chosen: a trace that can be passed on."""
+    from daop.core import DaopError
+    from daop.training.parquet import read_trace
+    from daop.training.trace import counts_of
+    from daop.training.writer import write_trace
+
+    if output.exists() and not force:
+        raise DaopError(f"{output} exists; name another -o, or replace it with --force")
+    found = counts_of(read_trace(path))
+    found = found.summed() if total else found
+    write_trace(found.validate(f"{path}, counted"), output)
+    Output(None).say(f"{output}: {len(found)} rows of counts; order, positions and phases are not in it")
+
+
 @trace_app.command("formats")
 def formats() -> None:
     """List the formats that can be imported."""
