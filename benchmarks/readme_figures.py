@@ -48,7 +48,7 @@ def disk(found: Any) -> Row:
     for name, row in sorted(found["rows"].items()):
         low, high = row["spread"]
         said.append(f"`{name}` {row['share_of_disk_bound']:.0%} ({low:.0%} to {high:.0%})")
-    what = f"experts on disk, ECR {found['ecr']:g}, direct reads: share of the disk's bandwidth reached for misses"
+    what = f"experts on disk, ECR {found['ecr']:g}, direct reads: share of the disk's bandwidth for misses"
     return what, ", ".join(said), "the same reads, nothing computed", "`disk_share.py`"
 
 
