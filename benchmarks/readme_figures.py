@@ -26,12 +26,15 @@ Row = tuple[str, str, str, str]
 
 
 def read(name: str) -> Any:
-    """A JSON file, or the JSON in the last line of a text; None if it is not there."""
+    """A JSON file, or the last line of JSON in a text; None if there is no such file or line."""
     path = RESULTS / name
     if not path.exists():
         return None
     text = path.read_text(encoding="utf-8").strip()
-    return json.loads(text if path.suffix == ".json" else text.splitlines()[-1])
+    if path.suffix == ".json":
+        return json.loads(text)
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else None
 
 
 def resident(found: Any) -> Row:
