@@ -253,3 +253,18 @@ def windows(tokens: Sequence[int], *, length: int, prompt: int, batch: int, limi
     starts = range(0, len(tokens) - length + 1, length)[:limit]
     rows = [tuple(tokens[at : at + length]) for at in starts]
     return [Batch(tokens=tuple(rows[i : i + batch]), prompt=prompt) for i in range(0, len(rows), batch)]
+
+
+def answered(runtime: Runtime, prompts: Path, max_new_tokens: int, limit: int | None = None) -> list[Batch]:
+    """Each prompt with the answer that the loaded model gives: what is fed to all runs."""
+    from daop.prompts import encode, read_prompts
+
+    batches = []
+    for prompt in read_prompts(prompts, limit):
+        ids = encode(prompt.messages, runtime.tokenizer, prompt.source)
+        answer = runtime.generate([ids], max_new_tokens)[0].token_ids
+        if len(answer) >= 2:  # one token leaves no decode step to score
+            batches.append(Batch(tokens=((*ids, *answer),), prompt=len(ids)))
+    if not batches:
+        raise DaopError(f"no answer to the prompts of {prompts} is long enough to be scored: use others")
+    return batches

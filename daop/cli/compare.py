@@ -10,6 +10,7 @@ from typer import Context, Option
 from daop.cli import options
 from daop.cli.output import Output, check_output, write_whole
 from daop.core import DaopError, Geometry
+from daop.policy_quality import add_quality, measure_policies, refuse_approximate
 
 if TYPE_CHECKING:
     from daop import comparison
@@ -53,6 +54,11 @@ def compare(
     timeline: Annotated[
         Path | None, Option(help="With --trace: the first policy's first passes as a Chrome trace.")
     ] = None,
+    quality_model: Annotated[
+        str | None,
+        Option(metavar="MODEL", help="With --trace: measure quality with it, on the answers to --prompts."),
+    ] = None,
+    exact: options.Exact = False,
     html: options.Html = None,
     force: options.Force = False,
     csv_file: Annotated[str | None, Option("--csv", metavar="FILE", help="Write the rows as CSV.")] = None,
@@ -62,15 +68,19 @@ def compare(
     output = Output(json)
     if (trace is None) == (model is None):
         raise DaopError("give either --trace, to simulate, or --model and --prompts, to measure here")
+    if quality_model is not None and (trace is None or prompts is None):
+        raise DaopError("--quality-model is for --trace, and needs --prompts: what its answers are asked for")
     check_output("--html", html, force)
     check_output("--timeline", timeline, force)
     from daop import comparison
     from daop.report.about import about, command_line
-    from daop.report.ranking import LEGEND, as_csv, ranking
+    from daop.report.ranking import LEGEND, QUALITY_LEGEND, as_csv, quality_table, ranking
 
     pictures = Pictures() if html is not None else None
     usual = POLICIES if model is not None else f"{POLICIES},optimum"
     names = comparison.policies_of(policies or usual, real=model is not None)
+    if exact:
+        refuse_approximate(names)
     shares = comparison.numbers_of(ecr, "--ecr")
     if model is not None:
         from daop import measured_comparison
@@ -99,10 +109,28 @@ def compare(
             output.say(warning, style="yellow")
         document = _simulated(output, traffic, settings, names, timeline, pictures)
         document["subject"] = {"trace": str(trace), "tokens": len(traffic.traffic.ids), "batch": batch}
+    judged = model if model is not None else quality_model
+    if judged is not None and prompts is not None and not all(row["exact"] for row in document["rows"]):
+        add_quality(
+            document["rows"],
+            measure_policies(
+                judged,
+                prompts,
+                shares,
+                names,
+                max_new_tokens=max_new_tokens,
+                options={"profile": profile},
+                told=lambda step: output.say(step, style="dim"),
+            ),
+        )
     document["about"] = about(command_line(ctx))
     for table in ranking(document["rows"]):
         output.table(table)
     output.say(LEGEND, style="dim")
+    approximate = quality_table(document["rows"])
+    if approximate is not None:
+        output.table(approximate)
+        output.say(QUALITY_LEGEND, style="dim")
     if csv_file is not None:
         write_whole(Path(csv_file), as_csv(document["rows"]))
     if html is not None and pictures is not None:

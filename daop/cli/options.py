@@ -45,6 +45,7 @@ Hardware = Annotated[
     str | None,
     Option(metavar="FILE", help="What things cost here: a .toml of daop calibrate. [the saved one, if any]"),
 ]
+Exact = Annotated[bool, Option("--exact", help="Refuse policies whose output is approximate.")]
 Json = Annotated[
     str | None, Option(metavar="FILE", help="Write every figure as JSON; - for standard output.")
 ]

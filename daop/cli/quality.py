@@ -15,12 +15,11 @@ from typer import Option
 from daop.cli.output import Output, mended
 from daop.config import DEFAULT_POLICY, RunConfig, fast_memory_bytes, policy_options
 from daop.core import DaopError
+from daop.policy_quality import REFERENCE as REFERENCE  # daop pack judges against it too
 
 if TYPE_CHECKING:
     from daop.api import Runtime
     from daop.quality import Batch, Quality
-
-REFERENCE = "static"  # any exact policy gives the same logits
 
 
 def quality(
@@ -123,7 +122,7 @@ def _measure(
 ) -> Quality:
     """The reference first, its logits on disk; then the judged run."""
     from daop.cli.run import load
-    from daop.quality import Spool, measure, teacher
+    from daop.quality import Spool, answered, measure, teacher
 
     window, prefill, max_new_tokens, limit, side = sizes
     with tempfile.TemporaryDirectory(prefix="daop-quality-") as folder:
@@ -161,22 +160,6 @@ def _windows(
             f"{path} has {len(tokens)} tokens, fewer than one --window of {window}: give a longer text"
         )
     return found
-
-
-def answered(runtime: Runtime, path: Path, max_new_tokens: int, limit: int | None) -> list[Batch]:
-    """Each prompt with the answer that the loaded model gives: what is fed to both runs."""
-    from daop.prompts import encode, read_prompts
-    from daop.quality import Batch
-
-    batches = []
-    for prompt in read_prompts(path, limit):
-        ids = encode(prompt.messages, runtime.tokenizer, prompt.source)
-        answer = runtime.generate([ids], max_new_tokens)[0].token_ids
-        if len(answer) >= 2:  # one token leaves no decode step to score
-            batches.append(Batch(tokens=((*ids, *answer),), prompt=len(ids)))
-    if not batches:
-        raise DaopError(f"no answer to the prompts of {path} is long enough to be scored: use others")
-    return batches
 
 
 def quality_table(found: dict[str, Quality]) -> Table:

@@ -14,6 +14,7 @@ from daop.cli.output import Output, check_output, mended
 from daop.cli.pictures import RunPictures
 from daop.config import DEFAULT_POLICY, RunConfig, fast_memory_bytes, policy_options
 from daop.core import DaopError
+from daop.policy_quality import refuse_approximate
 from daop.prompts import Message, Prompt, encode, from_text, read_prompts
 from daop.runtime.policies.base import POLICIES
 
@@ -33,6 +34,7 @@ def run(
     max_new_tokens: options.MaxNewTokens = 64,
     policy: options.Policy = DEFAULT_POLICY,
     policy_option: options.PolicyOption = None,
+    exact: options.Exact = False,
     fast_memory: options.FastMemory = None,
     ecr: options.Ecr = None,
     device: options.Device = "host",
@@ -59,7 +61,10 @@ def run(
     check_output("--html", html, force)
     check_output("--timeline", timeline, force)
     asked = gather(prompt or [], prompts, limit)
-    POLICIES.get(policy)  # a misspelt name is said before a model is loaded
+    if exact:
+        refuse_approximate([policy])
+    if not POLICIES.get(policy).exact:  # a misspelt name is said here too, before a model is loaded
+        output.say(f"--policy {policy}: the output is approximate; `daop quality` measures by how much")
     config = RunConfig(
         model=model,
         device=device,

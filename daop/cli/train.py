@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,7 +58,26 @@ def _save_profile(traces: list[Path], folder: Path, test_share: float, seed: int
     out.say("learning a profile for placement policies (daop run --profile)")
     trace = trace.grouped()
     profile, _ = fitted(trace, trace.geometry, seed=seed, share=test_share)
+    correction = _input_correction(traces)
+    if correction:
+        out.say("with what the next layer sees, told from this one's input (for the policy bounded)")
+        profile = replace(profile, arrays=(profile.arrays or {}) | correction)
     profile.save(folder)
+
+
+def _input_correction(traces: list[Path]) -> dict[str, Any]:
+    """Fitted on the traces that have features beside them; empty if none has."""
+    import numpy as np
+
+    from daop.runtime.input_correction import fit
+    from daop.training.features import read_features
+    from daop.training.parquet import read_trace
+
+    found = [read_features(path, read_trace(path, columns=()).grouped()) for path in traces]
+    known = [hidden for hidden in found if hidden is not None and len(hidden.values)]
+    if not known:
+        return {}
+    return dict(fit(np.concatenate([hidden.values for hidden in known]), known[0].gates.norms))
 
 
 class _log_lines:

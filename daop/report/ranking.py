@@ -34,7 +34,7 @@ def ranking(rows: list[dict[str, Any]]) -> Iterator[Table]:
         for row in group:
             tokens = max(1, int(row["tokens"]))
             table.add_row(
-                str(row["policy"]),
+                marked(row),
                 f"{row['tokens_per_second']:.1f}",
                 _ratio(row["ratio_to_best_static"]),
                 _ratio(row["ratio_to_optimum"]),
@@ -43,6 +43,50 @@ def ranking(rows: list[dict[str, Any]]) -> Iterator[Table]:
                 f"{moved(row) / 1e9:.1f}",
             )
         yield table
+
+
+def marked(row: dict[str, Any]) -> str:
+    """A policy's name, with a mark if its output is approximate."""
+    return str(row["policy"]) if row.get("exact", True) else f"{row['policy']} ~"
+
+
+QUALITY_LEGEND = (
+    "~: the output is approximate. KL: of the next token from the exact run's, nats, [95 %]; p99: its 99th "
+    "percentile; changed: greedy tokens; calls: approximated expert calls; ppl: perplexity of exact run's"
+)
+
+
+def quality_table(rows: list[dict[str, Any]]) -> Table | None:
+    """Quality beside speed, a line for each row that is not exact; None if all are."""
+    chosen = [row for row in rows if not row.get("exact", True)]
+    if not chosen:
+        return None
+    table = Table(
+        title="not exact", title_justify="left", box=None, padding=(0, 1, 0, 0), header_style="bold"
+    )
+    table.add_column("policy", overflow="fold")
+    for name in ("ECR", "tok/s", "KL", "p99", "changed", "calls", "ppl"):
+        table.add_column(name, justify="right")
+    for row in chosen:
+        table.add_row(marked(row), f"{row['ecr']:g}", f"{row['tokens_per_second']:.1f}", *_quality_cells(row))
+    return table
+
+
+def _quality_cells(row: dict[str, Any]) -> list[str]:
+    quality, counts = row.get("quality"), row.get("approximate") or {}
+    if quality is None:  # no model at hand: only the simulator's count of calls is known
+        calls = counts["approximated"] / counts["calls"] if counts.get("calls") else None
+        return ["-", "-", "-", "-" if calls is None else f"{calls:.1%}", "-"]
+    kl = quality["mean_kl"]
+    ends = "" if kl["low"] is None else f" [{kl['low']:.1e}, {kl['high']:.1e}]"
+    change = quality["perplexity"]["value"] / quality["perplexity_reference"]["value"]
+    return [
+        f"{kl['value']:.1e}{ends}",
+        f"{quality['p99_kl']['value']:.3f}",
+        f"{quality['changed_tokens']['value']:.1%}",
+        f"{quality['approximated']['value']:.1%}",
+        f"x{change:.3f}",
+    ]
 
 
 def _ratio(value: float | None) -> str:

@@ -30,7 +30,7 @@ class Deferral(Static):
     look_ahead_us = 0.0
     needs = ("weights",)
 
-    def __init__(self, *, deferred: int = 2, immediate: int = 2) -> None:
+    def __init__(self, *, deferred: int = 2, immediate: int = 1) -> None:
         self.deferred = check_count("deferred", deferred)
         self.immediate = check_count("immediate", immediate)
 
