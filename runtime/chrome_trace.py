@@ -169,8 +169,8 @@ def _expert(
         aside = cause == "demand" and plan is not None and (life is None or life.asked < plan.at)
         if life is not None and not aside:
             cause, outcome = life.cause, life.fate or ("pending" if life.cause == "prefetch" else "")
-    if span.what == "pre-calculation":
-        cause = span.what
+    if span.what.startswith("pre-calculation"):
+        cause, outcome = "pre-calculation", "wasted" if span.what.endswith("unused") else "useful"
     args = {"layer": layer, "expert": expert, "cause": cause, "outcome": outcome}
     args = {name: value for name, value in args.items() if value != ""}
     if span.shares is None and len(span.flats) > 1:

@@ -126,8 +126,11 @@ class SimulatedEarly:
             return 0.0
         engine = self._engine
         for flat, rows in self._late.items():
-            self._work(self._costs.host(flat, rows))
+            seconds = self._costs.host(flat, rows)
+            self._work(seconds)
             self._late_until = engine.host_free_at
+            if engine.span is not None:
+                engine.span("host", "deferred", engine.host_free_at - seconds, engine.host_free_at, (flat,))
         if not self.policy.asks(step.layer):
             return 0.0
         asked = self._costs.forecast_seconds
@@ -168,6 +171,9 @@ class SimulatedEarly:
             else:
                 continue
             self.busy_seconds += entry.seconds
+            if engine.span is not None:
+                what = "pre-calculation" if entry.flat in used else "pre-calculation, unused"
+                engine.span("host", what, free - entry.seconds, free, (entry.flat,))
             if entry.flat in used:
                 kept.append(entry)
                 self.due = max(self.due, free)

@@ -231,6 +231,7 @@ class Simulator:
         result.decision_seconds += decided + main - begin
         if elsewhere is None and not work.coming:
             compute = self._beside_link(begin, self._compute(step, work.ready))
+            self._tell_ready(step, work, begin, compute)
             end = begin + compute
             stall = 0.0
             result.device_seconds += compute
@@ -241,22 +242,24 @@ class Simulator:
         else:
             end, stall, compute = self._wait(step, work, elsewhere or ([], begin), begin, main)
         if self._watched:
-            self._tell(step, work, begin, before, decided, main)
+            self._tell(step, begin, before, decided, main)
         engine.now = end
         self.statistics.compute_seconds += compute
         conductor.finish(step, work, stall, compute)
 
-    def _tell(self, step: Step, work: Work, begin: float, before: float, decided: float, main: float) -> None:
+    def _tell(self, step: Step, begin: float, before: float, decided: float, main: float) -> None:
         """What the watchers of an executor hear; what arrived later was told when it was computed."""
         span, layer, planned = self.conductor.span, step.layer, begin - decided
         span("device", "attention", planned - before, planned, (), layer)
         span("policy", "plan", planned, begin, (), layer)
         if self._looks:
             span("predictor", "look ahead", begin, main, (), layer)
-        if work.ready:
+
+    def _tell_ready(self, step: Step, work: Work, begin: float, seconds: float) -> None:
+        if work.ready and self._watched:
             tokens = dict(zip(step.experts, step.tokens, strict=True))
             shares = [self.costs.device(flat, tokens[flat]) for flat in work.ready]
-            span("device", "compute", begin, begin + sum(shares), work.ready, None, shares)
+            self.conductor.span("device", "compute", begin, begin + seconds, work.ready, None, shares)
 
     def _compute(self, step: Step, experts: Iterable[int]) -> float:
         if step.rows == 1:
@@ -314,6 +317,7 @@ class Simulator:
         streamed, host_end = elsewhere
         tokens = dict(zip(step.experts, step.tokens, strict=True))
         at = begin + self._beside_link(begin, self._compute(step, work.ready))
+        self._tell_ready(step, work, begin, at - begin)
         late = set(work.coming[: work.late])
         arrivals = [(engine.arrives_at.pop(flat), flat) for flat in work.coming]
         waited = 0.0

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_sim_early import one_token
+from test_simulator import MACHINE as SMALL_MACHINE
 
 import daop
 from daop.core import Geometry
@@ -143,3 +145,17 @@ def test_a_long_run_keeps_its_end() -> None:
     kept = [event for event in document["traceEvents"] if event["ph"] == "X"]
     assert max(event["ts"] for event in kept) == last
     assert all(event["args"].get("layer", 0) < 24 for event in kept)
+
+
+def test_pre_calculations_are_slices_of_the_host() -> None:
+    """Both of layer 1's experts are computed early, from 1.2 ms on, half a millisecond each."""
+    traffic, timeline = one_token(), Timeline()
+    policy = make_policy("daop", options={"first": 0})
+    policy.plan_us = policy.look_ahead_us = 0.0
+    costs = HardwareCosts(SMALL_MACHINE, traffic.geometry)
+    Simulator(policy, traffic.geometry, costs, 0, watchers=[timeline]).run(traffic)
+    early = [event for event in written(timeline)["traceEvents"] if event.get("cat") == "pre-calculation"]
+    assert [event["name"] for event in early] == ["pre-calculation 1.2", "pre-calculation 1.3"]
+    assert [event["ts"] for event in early] == pytest.approx([1200.0, 1700.0])
+    assert [event["dur"] for event in early] == pytest.approx([500.0, 500.0])
+    assert {event["args"]["outcome"] for event in early} == {"useful"}
