@@ -25,6 +25,7 @@ from .slots import SlotMemory
 from .watching import Span
 
 CHUNK = 1 << 20
+AHEAD = 0.4  # of the threads may speculate at once: a demand waits for what they have begun
 WATCH_SECONDS = 0.5  # how often a waiting caller looks whether the pool still lives
 
 
@@ -95,6 +96,8 @@ class FileTransfers:
         self._bandwidth = 1e9  # bytes per second of the whole pool, learned as reads end
         self.bytes_read = 0
         self.span: Span | None = None
+        self._ahead = 0  # chunks being read that were begun as speculation
+        self._most_ahead = max(1, int(threads * AHEAD))
         self._threads = [
             threading.Thread(target=self._serve, name=f"daop-read-{n}", daemon=True) for n in range(threads)
         ]
@@ -130,6 +133,7 @@ class FileTransfers:
             if ticket.chunks:
                 self._speculation.remove(ticket)
                 self._demand.append(ticket)
+                self._work.notify()  # threads that sleep since enough of them speculate
 
     def cancel(self, flat: int) -> bool:
         self.kick()
@@ -244,9 +248,9 @@ class FileTransfers:
                     if self._closing:
                         return
                     self._work.wait()
-                if self._demand or self._speculation:
+                if self._demand or (self._speculation and self._ahead < self._most_ahead):
                     self._work.notify()
-            ticket, (file, offset, out) = taken
+            ticket, (file, offset, out), ahead = taken
             error: BaseException | None = None
             began = time.perf_counter()
             try:
@@ -256,9 +260,9 @@ class FileTransfers:
             except OSError as failure:
                 error = failure
             except BaseException as failure:
-                self._end_chunk(ticket, len(out), failure, began)
+                self._end_chunk(ticket, len(out), ahead, failure, began)
                 raise
-            self._end_chunk(ticket, len(out), error, began)
+            self._end_chunk(ticket, len(out), ahead, error, began)
 
     def _verify(self, ticket: Ticket) -> None:
         """Once per expert, when its last chunk has been read, compare the checksum that its file gives;
@@ -274,11 +278,14 @@ class FileTransfers:
             raise OSError(errno.EIO, "its bytes are not those that were packed: the checksum differs")
         self._verified[ticket.flat] = 1
 
-    def _take(self) -> tuple[Ticket, tuple[int, int, NDArray[np.uint8]]] | None:
-        """The next chunk, demand first; with the lock held."""
-        queue = self._demand or self._speculation
-        if not queue:
-            return None
+    def _take(self) -> tuple[Ticket, tuple[int, int, NDArray[np.uint8]], bool] | None:
+        """The next chunk, demand first, and whether it is speculation; with the lock held."""
+        queue, ahead = self._demand, not self._demand
+        if ahead:
+            if not self._speculation or self._ahead >= self._most_ahead:
+                return None
+            queue = self._speculation
+            self._ahead += 1
         ticket = queue[0]
         if not ticket.started:
             ticket.started = True
@@ -287,11 +294,14 @@ class FileTransfers:
         chunk = ticket.chunks.popleft()
         if not ticket.chunks:
             queue.popleft()
-        return ticket, chunk
+        return ticket, chunk, ahead
 
-    def _end_chunk(self, ticket: Ticket, nbytes: int, error: BaseException | None, began: float) -> None:
+    def _end_chunk(
+        self, ticket: Ticket, nbytes: int, ahead: bool, error: BaseException | None, began: float
+    ) -> None:
         with self._lock:
             ticket.open -= 1
+            self._ahead -= ahead
             rate = self._reading * nbytes / max(time.perf_counter() - began, 1e-9)
             self._bandwidth += 0.05 * (rate - self._bandwidth)
             self._reading -= 1

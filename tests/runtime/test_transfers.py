@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -255,3 +256,28 @@ def test_the_next_reader_takes_over_the_bounce_buffers_of_a_closed_one(tmp_path:
         return int(reader._local.array.ctypes.data)
 
     assert read() == read()
+
+
+def reading(pool: FileTransfers, wanted: int) -> int:
+    """Chunks being read, once they are as many as wanted and had time to become more."""
+    for _ in range(500):
+        if pool._reading >= wanted:
+            break
+        time.sleep(0.01)
+    time.sleep(0.05)
+    return pool._reading
+
+
+def test_speculation_leaves_threads_for_a_demand(files: Files) -> None:
+    """Two of five threads may speculate; a prefetch that becomes a demand is read by all."""
+    gate = Gate(FileReader(files.files, direct_io=False, largest=256))
+    with transfers(files, EXPERTS, reader=gate, threads=5, chunk=64) as (pool, memory):
+        pool.fetch(0, 0, demand=False)
+        pool.kick()
+        assert reading(pool, 2) == 2
+        pool.promote(0)
+        assert reading(pool, 5) == 5
+        gate.opened.set()
+        pool.wait_any([pool.ticket(0)])
+        assert content(memory.slabs[0].array[0]) == expected(files, 0)
+        assert pool._ahead == 0
