@@ -182,9 +182,15 @@ class CudaExecutor(Executor):
         step = self._step(layer, batch)
         began = clock()
         work = self.conductor.plan(step)
+        planned = clock()
         self.conductor.look_ahead(step, forecasts)
         self._transfers.kick()
-        statistics.policy_seconds += clock() - began
+        ready = clock()
+        statistics.policy_seconds += ready - began
+        if self.conductor.watchers:
+            origin = ready - self._transfers.now
+            self.conductor.span("policy", "plan", began - origin, planned - origin, (), layer)
+            self.conductor.span("predictor", "look ahead", planned - origin, ready - origin, (), layer)
         stall = self._read_off_waits()
         try:
             out, computed = self._run(step, work, batch, hidden, weights, on_host)
@@ -311,9 +317,13 @@ class CudaExecutor(Executor):
         self._threads.bind()
         compute = self._host[step.layer]
         weights = batch.weights.view(step.rows, batch.top_k)
+        began = self._transfers.now
         share = compute.begin(hidden, ids.view(step.rows, batch.top_k), weights)
         compute.run(share, [flat - base for flat in flats], [self._bytes(flat) for flat in flats])
-        return compute.total(share)
+        total = compute.total(share)
+        if self.conductor.watchers:
+            self.conductor.span("host", "compute", began, self._transfers.now, flats)
+        return total
 
     def _bytes(self, flat: int) -> torch.Tensor:
         """An expert's bytes in host memory."""

@@ -18,6 +18,7 @@ from daop.runtime.cuda.machinery import CudaDevice, CudaMachinery
 from daop.runtime.cuda.slabs import DeviceSlab
 from daop.runtime.machinery import Wishes
 from daop.runtime.policies.base import Policy
+from daop.runtime.watching import Watcher
 
 
 def open_standin(
@@ -28,6 +29,7 @@ def open_standin(
     *,
     ram: int = 1 << 40,
     dtype: str | None = None,
+    watchers: Sequence[Watcher] = (),
 ) -> Runtime:
     """A runtime on the stand-in with so many slots of the first layer's size (None: as many as there are)."""
     checkpoint = open_checkpoint(model)
@@ -41,7 +43,7 @@ def open_standin(
         policy_name=str(policy),
         dtype=dtype,
         recorder=None,
-        watchers=(),
+        watchers=watchers,
         progress=lambda _, __: None,
     )
     watch_reads(runtime, gpu)

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuda_runs import open_standin, standin
 from test_sim_early import one_token
 from test_simulator import MACHINE as SMALL_MACHINE
+from tiny_models import save_tiny
 
 import daop
 from daop.core import Geometry
@@ -159,3 +161,18 @@ def test_pre_calculations_are_slices_of_the_host() -> None:
     assert [event["ts"] for event in early] == pytest.approx([1200.0, 1700.0])
     assert [event["dur"] for event in early] == pytest.approx([500.0, 500.0])
     assert {event["args"]["outcome"] for event in early} == {"useful"}
+
+
+def test_the_device_cuda_tells_its_decisions_and_what_the_host_computes(tmp_path: Path) -> None:
+    save_tiny("qwen3_moe", tmp_path)
+    timeline = Timeline()
+    with open_standin(tmp_path, standin(), "static", 3, watchers=[timeline]) as runtime:
+        runtime.generate([[5, 6, 7]], 4)
+        figures = runtime.statistics()
+    document = written(timeline)
+    names = {e["tid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"}
+    assert {"policy", "predictor", "host"} <= set(names.values())
+    beside = [event for event in document["traceEvents"] if names.get(event.get("tid")) == "host"]
+    slices = [event for event in beside if event["ph"] == "X"]
+    assert len(slices) == figures["experts_computed_in_place"] > 0
+    assert {event["args"]["outcome"] for event in slices} == {"miss"}
