@@ -170,7 +170,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("svg" if path.suffix == ".svg" else "agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), sharey=False)
+    pyplot.rcParams["svg.fonttype"] = "none"
+    pyplot.rcParams["svg.hashsalt"] = "daop"
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 5))
     colours = {"daop": "tab:red", "deferral": "tab:orange", "bounded": "tab:blue"}
     colours |= {"fiddler": "tab:gray", "prefill_swap": "tab:brown", "adaptive": "tab:green"}
     for panel, on in zip(panels, machines(), strict=True):
@@ -179,6 +181,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             marker = "o" if row["ecr"] == SHARES[0] else "s"
             panel.plot(kl, row[on.name]["of_fiddler"], marker, color=colours[row["policy"]])
             told = ",".join(f"{value:g}" for value in row["options"].values())
+            if "tolerance" in row["options"] and row["options"]["tolerance"] not in (0.1, 0.3):
+                continue  # between its neighbours
             panel.annotate(
                 f" {row['policy']} {told}",
                 (kl, row[on.name]["of_fiddler"]),
@@ -192,7 +196,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         panel.set_title(f"{on.name}; circles ECR {SHARES[0]:g}, squares {SHARES[1]:g}", fontsize=9)
         panel.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":
