@@ -44,6 +44,13 @@ def compare(
     weight_bits: Annotated[
         float | None, Option(min=1, max=64, help="Bits of one stored weight. [the profile's, else 16]")
     ] = None,
+    format_: Annotated[
+        str | None,
+        Option(
+            "--format",
+            help="With --trace: experts in these formats side by side, in the same memory: keep,int8,int4.",
+        ),
+    ] = None,
     batch: Annotated[int, Option(min=1, help="Sequences in flight at once.")] = 1,
     tokens: Annotated[int | None, Option(min=1, help="Use so many tokens of the trace.")] = None,
     model: Annotated[str | None, Option(help="Measure with this model on this machine.")] = None,
@@ -70,6 +77,8 @@ def compare(
         raise DaopError("give either --trace, to simulate, or --model and --prompts, to measure here")
     if quality_model is not None and (trace is None or prompts is None):
         raise DaopError("--quality-model is for --trace, and needs --prompts: what its answers are asked for")
+    if format_ is not None and model is not None:
+        raise DaopError("--format is simulated: pack the model and measure DIR with --model instead")
     check_output("--html", html, force)
     check_output("--timeline", timeline, force)
     from daop import comparison
@@ -107,7 +116,7 @@ def compare(
         traffic = comparison.open_traffic(Path(str(trace)), profile, expert_bytes, tokens)
         for warning in comparison.mismatches(settings, traffic.traffic.geometry):
             output.say(warning, style="yellow")
-        document = _simulated(output, traffic, settings, names, timeline, pictures)
+        document = _in_formats(output, format_, traffic, settings, names, timeline, pictures)
         document["subject"] = {"trace": str(trace), "tokens": len(traffic.traffic.ids), "batch": batch}
     judged = model if model is not None else quality_model
     if judged is not None and prompts is not None and not all(row["exact"] for row in document["rows"]):
@@ -124,8 +133,11 @@ def compare(
             ),
         )
     document["about"] = about(command_line(ctx))
-    for table in ranking(document["rows"]):
-        output.table(table)
+    for name in dict.fromkeys(row.get("format") for row in document["rows"]):
+        if name is not None:
+            output.say(f"experts in format {name}", style="bold")
+        for table in ranking([row for row in document["rows"] if row.get("format") == name]):
+            output.table(table)
     output.say(LEGEND, style="dim")
     approximate = quality_table(document["rows"])
     if approximate is not None:
@@ -155,6 +167,29 @@ class Pictures:
     @property
     def geometry(self) -> Geometry | None:
         return next((history.geometry for history in self.histories.values()), None)
+
+
+def _in_formats(
+    output: Output,
+    format_: str | None,
+    recorded: comparison.Recorded,
+    settings: list[comparison.Setting],
+    names: list[str],
+    timeline: Path | None,
+    pictures: Pictures | None,
+) -> dict[str, Any]:
+    """The comparison once for each format, rows that say which; without one, as the trace has it."""
+    if format_ is None:
+        return _simulated(output, recorded, settings, names, timeline, pictures)
+    from daop.formats import formats_of, in_formats
+
+    document: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    for name, traffic, fitting in in_formats(formats_of(format_), recorded, settings):
+        found = _simulated(output, traffic, fitting, names, timeline if not rows else None, pictures)
+        rows += [{"format": name, **row} for row in found["rows"]]
+        document = document or found
+    return {**document, "rows": rows}
 
 
 def _simulated(

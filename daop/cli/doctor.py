@@ -80,7 +80,11 @@ def native_kernels() -> str:
     from daop.runtime.native import native_status
 
     used, variant, fault = native_status()
-    return f"{variant}, in use" if used else f"not in use: {fault}"
+    if used:
+        return f"{variant}, in use"
+    return (
+        f"not in use: {fault}. Experts on the host run on torch: slower in BF16, many times in INT8 and INT4"
+    )
 
 
 def choose(found: dict[str, Any], model: str | None, context: int, batch: int) -> dict[str, Any]:
