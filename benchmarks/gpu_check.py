@@ -8,6 +8,8 @@ minutes.
 It makes its own random checkpoints (a qwen3_moe of 8 GB, one of Mixtral's expert shape with 8 layers) and
 runs sections, each within its own share of the time: one that fails is reported and the next begins. What is
 known is saved after every section.
+    kernels    those of the CPU, built if need be
+    model      the checkpoint, written and loaded
     link       copies of 1 to 64 MB, pinned and pageable
     experts    one expert on device and host, by tokens
     rivals     transformers with everything on the GPU, and with accelerate's offload
@@ -15,8 +17,8 @@ known is saved after every section.
     overlap    host and device on one layer, alone and together
     policies   decode and prefill tokens/s by policy and ECR
     simulated  the same policies simulated on the machine just measured
-    mixtral    the same in short for large experts
     tests      pytest -m gpu: families, policies, faults
+    mixtral    the same in short for large experts
 Prints a table, what of the wanted figures was reached, and last one line of JSON. A dry run's figures say
 nothing of a GPU. Exit code 1 if a section failed or logits differ."""
 
@@ -52,13 +54,24 @@ from gpu_sections import (
     save_machine,
 )
 
+from daop.runtime import native_library
 from daop.runtime.cuda.device import open_gpu
 from daop.runtime.cuda.streams import Gpu
+from daop.runtime.native import native_status
 
 RAW = argparse.RawDescriptionHelpFormatter
 SHARES = (0.125, 0.25, 0.5, 1.0)
 SECONDS = {  # of each section, at most
-    **{"model": 60, "link": 10, "experts": 15, "rivals": 75, "correct": 25, "overlap": 10, "policies": 120},
+    **{
+        "kernels": 90,
+        "model": 60,
+        "link": 10,
+        "experts": 15,
+        "rivals": 75,
+        "correct": 25,
+        "overlap": 10,
+        "policies": 120,
+    },
     **{"simulated": 30, "mixtral": 90, "tests": 120},
 }
 
@@ -165,7 +178,16 @@ def section_tests(state: State) -> dict[str, Any]:
     return {"said": done.stdout.strip().splitlines()[-1]}
 
 
+def section_kernels(_: State) -> dict[str, Any]:
+    """The native kernels of the CPU, built if they are not there: without them the host's share is slow."""
+    if native_library.library_path() is None:
+        native_library.build()
+    used, variant, fault = native_status()
+    return {"used": used, "variant": variant, "fault": fault}
+
+
 SECTIONS: tuple[tuple[str, Callable[[State], dict[str, Any]]], ...] = (
+    ("kernels", section_kernels),
     ("model", section_model),
     ("link", lambda state: check_link(state.gpu, state.dry)),
     ("experts", lambda state: check_experts(state.need_bench())),
@@ -174,8 +196,8 @@ SECTIONS: tuple[tuple[str, Callable[[State], dict[str, Any]]], ...] = (
     ("overlap", lambda state: check_overlap(state.need_bench())),
     ("policies", section_policies),
     ("simulated", section_simulated),
-    ("mixtral", section_mixtral),
     ("tests", section_tests),
+    ("mixtral", section_mixtral),
 )
 
 

@@ -58,9 +58,8 @@ def report(
     found: dict[str, Any], shares: Sequence[float], failed: Sequence[str], dry: bool, seed: int
 ) -> None:
     """A table for people, and last one line of JSON."""
-    print(
-        f"\n{'policy':18}" + "".join(f"ECR {share:>6}" for share in shares) + "   decode tokens/s (prefill)"
-    )
+    heads = "".join(f"{f'ECR {share:g}':>16}" for share in shares)
+    print(f"\n{'policy':18}{heads}   decode tokens/s (prefill)")
     decode = found.get("policies", {}).get("decode", {})
     prefill = found.get("policies", {}).get("prefill", {})
     for name in sorted({name for row in decode.values() for name in row}):
@@ -73,7 +72,7 @@ def report(
     for name, figures in found.get("rivals", {}).get("whole", {}).items():
         print(f"transformers, all on the GPU, {name}: {figures['decode']:.1f} ({figures['prefill']:.0f})")
     print()
-    for what, reached, wanted, more in goals(found):
+    for what, reached, wanted, more in [] if dry else goals(found):
         met = reached is not None and (reached >= wanted if more else reached <= wanted)
         verdict = "reached" if met else "NOT REACHED" if reached is not None else "not measured"
         figure = "" if reached is None else f"{reached:.3f}, "

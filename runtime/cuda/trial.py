@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from inspect import signature
 
 import numpy as np
 import torch
@@ -39,8 +40,8 @@ def trial_bytes(
     slabs = {key: DeviceSlab(layout, 1, gpu.device) for key, layout in layouts.items()}
     for slab in slabs.values():
         slab.tensor.zero_()
-    base = gpu.peak_bytes(reset=True)
-    base = gpu.peak_bytes(reset=True) or base or 0
+    gpu.peak_bytes(reset=True)
+    base = gpu.peak_bytes(reset=True) or 0  # nothing was allocated since the last reset: what there is now
 
     def run(layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         experts = compute[layer]
@@ -52,7 +53,10 @@ def trial_bytes(
 
     tokens = min(context, TRIAL_TOKENS)
     use(run)
-    built.model(torch.zeros(batch, tokens, dtype=torch.int64, device=gpu.device), use_cache=True)
+    given = torch.zeros(batch, tokens, dtype=torch.int64, device=gpu.device)
+    # As generating does: only the last token's logits, where the family can leave out the others.
+    fewer = {"logits_to_keep": 1} if "logits_to_keep" in signature(built.model.forward).parameters else {}
+    built.model(given, use_cache=True, **fewer)
     gpu.synchronize()
     peak = gpu.peak_bytes(reset=True) or 0
     slabs.clear()
