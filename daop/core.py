@@ -128,7 +128,9 @@ def _compact(counts: tuple[int, ...]) -> int | tuple[int, ...]:
     return counts[0] if len(set(counts)) == 1 else counts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(
+    slots=True, eq=False
+)  # not frozen: one is made for every layer, and that would take thrice as long
 class Step:
     """One MoE layer of one forward pass, its router known.
 

@@ -63,7 +63,7 @@ class Engine(Protocol):
         """Fetches that have failed since the last call."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, as ``Step``
 class Work:
     """What the caller computes for a step.
 
@@ -131,6 +131,8 @@ class Conductor:
         self._bytes_of = [int(n) for n in residency.geometry.bytes_of]
         self._expiry: dict[int, int | None] = {}  # speculative fetch under way -> last tick it may begin
         self._tick = 0
+        self._speculated = False  # whether anything was ever brought by speculation
+        self._observes = type(policy).observe is not Policy.observe
         self.watchers = tuple(watchers)
         self.span = all_spans(self.watchers)  # what engines and executors tell the watchers, from any thread
         for watcher in self.watchers:
@@ -167,22 +169,18 @@ class Conductor:
         """Settle what arrived, protect what the step needs, and start what must be fetched."""
         self._tick += 1
         self._settle()
-        residency = self.residency
-        residency.protect(step.experts)
-        missing = residency.missing(step.experts)
-        if len(missing) + len(self._expiry) == 0:
-            ready: Sequence[int] = step.experts
-            coming: list[int] = []
+        ready, coming, missing = self.residency.sort_out(step.experts)
+        if not missing and not self._expiry:
             plan = self.policy.plan(step, missing, self.view)
         else:
-            ready = [flat for flat in step.experts if residency.is_resident(flat)]
-            coming = [flat for flat in step.experts if residency.is_filling(flat)]
-            self._drop_expired()
+            if self._expiry:
+                self._drop_expired()
             plan = self.policy.plan(step, missing, self.view)
             if coming and (plan.host or plan.stream):
                 elsewhere = {*plan.host, *plan.stream}
                 coming = [flat for flat in coming if flat not in elsewhere]
-            self._join(coming)
+            if coming:
+                self._join(coming)
         for flat in plan.evict:
             self._evict(flat)
         late = len(coming)
@@ -192,14 +190,15 @@ class Conductor:
             coming += admitted
             stream += refused
         self._check(step, ready, coming, stream, plan)
-        for flat in ready:
-            self._use(flat)
-        statistics = self.statistics
+        if self._speculated:
+            for flat in ready:
+                self._use(flat)
+        statistics, bytes_of = self.statistics, self._bytes_of
         for flat in (*stream, *coming[late:]):
-            statistics.bytes.demand += self._bytes_of[flat]
+            statistics.bytes.demand += bytes_of[flat]
         if not self.costs.host_beside:  # where it lies is on the disk: it is read to be computed
             for flat in plan.host:
-                statistics.bytes.demand += self._bytes_of[flat]
+                statistics.bytes.demand += bytes_of[flat]
         statistics.streamed_experts += len(stream)
         statistics.host_experts += len(plan.host)
         misses = len(step.experts) - len(ready) - late
@@ -224,6 +223,7 @@ class Conductor:
             if not residency.free_slots(flat):
                 statistics.prefetches["dropped"] += 1
                 continue
+            self._speculated = True
             self.engine.fetch(flat, residency.reserve(flat, speculative=True), demand=False)
             self._expiry[flat] = None if prefetch.within is None else self._tick + prefetch.within
             statistics.prefetches["issued"] += 1
@@ -242,19 +242,21 @@ class Conductor:
     def finish(self, step: Step, work: Work, stall_seconds: float, compute_seconds: float) -> None:
         """The step was computed: its experts may be given up again."""
         residency = self.residency
-        for flat in work.coming:
-            residency.use(flat)
+        if self._speculated:
+            for flat in work.coming:
+                residency.use(flat)
         residency.unprotect(step.experts)
-        self.policy.observe(
-            Outcome(
-                step,
-                len(work.ready),
-                len(step.experts) - len(work.ready) - work.late,
-                work.late,
-                stall_seconds,
-                compute_seconds,
+        if self._observes:
+            self.policy.observe(
+                Outcome(
+                    step,
+                    len(work.ready),
+                    len(step.experts) - len(work.ready) - work.late,
+                    work.late,
+                    stall_seconds,
+                    compute_seconds,
+                )
             )
-        )
         for watcher in self.watchers:
             watcher.finished(step, work, stall_seconds, compute_seconds)
 
@@ -285,7 +287,8 @@ class Conductor:
             self._tell_fate(flat, "failed")
 
     def _complete(self, flat: int) -> None:
-        self._expiry.pop(flat, None)
+        if self._expiry:
+            self._expiry.pop(flat, None)
         self.residency.complete(flat)
         for watcher in self.watchers:
             watcher.arrived(flat)
@@ -335,12 +338,14 @@ class Conductor:
         residency = self.residency
         admitted: list[int] = []
         refused: list[int] = []
+        free_slots, fetch = residency.free_slots, self.engine.fetch
         for index, flat in enumerate(keep):
-            if not residency.free_slots(flat):
+            if not free_slots(flat):
                 self._make_room(flat, keep[index:])
-            if residency.free_slots(flat):
-                self.engine.fetch(flat, residency.reserve(flat, speculative=False), demand=True)
-                self._tell_asked(flat, "demand")
+            if free_slots(flat):
+                fetch(flat, residency.reserve(flat, speculative=False), demand=True)
+                if self.watchers:
+                    self._tell_asked(flat, "demand")
                 admitted.append(flat)
             else:
                 refused.append(flat)
@@ -349,8 +354,10 @@ class Conductor:
     def _make_room(self, flat: int, waiting: Sequence[int]) -> None:
         """One call for all that wait for the same kind of slot; speculation not begun goes first."""
         residency = self.residency
-        kind = residency.class_of[flat]
-        wanted = sum(1 for other in waiting if residency.class_of[other] == kind)
+        class_of = residency.class_of
+        kind, wanted = class_of[flat], len(waiting)
+        if residency.same_slot(flat) is not None:
+            wanted = len([other for other in waiting if class_of[other] == kind])
         for victim in self.policy.victims(flat, wanted, self.view, None):
             self._evict(victim)
         if not residency.free_slots(flat):
@@ -359,7 +366,7 @@ class Conductor:
                     break
 
     def _evict(self, flat: int) -> None:
-        if self.residency.is_prefetched(flat):
+        if self._speculated and self.residency.is_prefetched(flat):
             self.statistics.prefetches["wasted"] += 1
             self.statistics.bytes.wasted += self._bytes_of[flat]
             self._tell_fate(flat, "wasted")

@@ -87,6 +87,24 @@ class Residency:
         resident, filling = self._resident, self._filling
         return [flat for flat in experts if not (resident[flat] or filling[flat])]
 
+    def sort_out(self, experts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+        """Protect what the running layer needs, as ``protect`` does: (resident, filling, missing) of it."""
+        is_resident, is_filling = self._resident, self._filling
+        protected, evictable = self._protected, self._evictable
+        resident: list[int] = []
+        filling: list[int] = []
+        missing: list[int] = []
+        for flat in experts:
+            protected[flat] = 1
+            evictable[flat] = 0
+            if is_resident[flat]:
+                resident.append(flat)
+            elif is_filling[flat]:
+                filling.append(flat)
+            else:
+                missing.append(flat)
+        return resident, filling, missing
+
     # -- changes ---------------------------------------------------------------------------------
 
     def resize(self, slots_of_class: Sequence[int]) -> None:

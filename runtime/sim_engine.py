@@ -38,18 +38,18 @@ class VirtualEngine:
         self.busy_seconds = 0.0
 
     @property
-    def demand_ends_at(self) -> float:
-        """Until when the link serves what somebody waits for."""
-        return self._clock
-
-    @property
     def link_free_at(self) -> float:
         self._advance()
         return max(self._clock, self.now) + sum(self._waiting.values())
 
     def fetch(self, flat: int, slot: int, *, demand: bool) -> None:
         if demand:
-            self.arrives_at[flat] = self.demand(flat)
+            if self._waiting or self._delay is not None or self.span is not None:
+                self.arrives_at[flat] = self.demand(flat)
+            else:  # the same, without a call: this is done for every miss
+                clock, now, seconds = self._clock, self.now, self._copy[flat]
+                self.arrives_at[flat] = self._clock = (clock if clock > now else now) + seconds
+                self.busy_seconds += seconds
         else:
             self._advance()
             if not self._waiting and self._clock < self.now:

@@ -181,6 +181,7 @@ class Simulator:
         result.forward_seconds += outside
         weights = forward.weights
         number, phase, rows = self._forward, forward.phase, forward.rows
+        before = self.costs.layer(rows, forward.context)
         for layer, experts in enumerate(forward.experts):
             if not experts:
                 continue  # the trace does not say: nothing to place
@@ -193,7 +194,7 @@ class Simulator:
                 forward.tokens[layer],
                 weights[layer] if weights else None,
             )
-            self._layer(step, forward.context)
+            self._layer(step, before)
         self._forward += 1
         took = engine.now - began
         result.tokens += rows
@@ -204,9 +205,9 @@ class Simulator:
         if forward.first:
             result.ttft += [took] * len(forward.first)
 
-    def _layer(self, step: Step, context: int) -> None:
+    def _layer(self, step: Step, before: float) -> None:
+        """One layer; ``before``: seconds from the layer before to the router's choice."""
         engine, result, conductor = self.engine, self.result, self.conductor
-        before = self.costs.layer(step.rows, context)
         engine.now += before
         result.layer_seconds += before
         early, due = self._early, 0.0
@@ -230,8 +231,11 @@ class Simulator:
             main += self.policy.look_ahead_us * 1e-6
         result.decision_seconds += decided + main - begin
         if elsewhere is None and not work.coming:
-            compute = self._beside_link(begin, self._compute(step, work.ready))
-            self._tell_ready(step, work, begin, compute)
+            compute = self._compute(step, work.ready)
+            if self.costs.link_slows != 1.0:
+                compute = self._beside_link(begin, compute)
+            if self._watched:
+                self._tell_ready(step, work, begin, compute)
             end = begin + compute
             stall = 0.0
             result.device_seconds += compute
@@ -315,19 +319,27 @@ class Simulator:
         """Compute what is ready, then what arrives; returns end, stall and compute seconds."""
         engine, stalls, device = self.engine, self.statistics.stall_seconds, self.costs.device
         streamed, host_end = elsewhere
-        tokens = dict(zip(step.experts, step.tokens, strict=True))
-        at = begin + self._beside_link(begin, self._compute(step, work.ready))
-        self._tell_ready(step, work, begin, at - begin)
-        late = set(work.coming[: work.late])
-        arrivals = [(engine.arrives_at.pop(flat), flat) for flat in work.coming]
+        one = self._one if step.rows == 1 else None
+        tokens = {} if one is not None else dict(zip(step.experts, step.tokens, strict=True))
+        alone = self.costs.link_slows == 1.0
+        late = work.coming[: work.late]
+        compute = self._beside_link(begin, self._compute(step, work.ready))
+        if self._watched:
+            self._tell_ready(step, work, begin, compute)
+        at = begin + compute
         waited = 0.0
-        compute = at - begin
-        for arrival, flat in sorted(arrivals + streamed):
+        arrives = engine.arrives_at
+        streamed += [(arrives.pop(flat), flat) for flat in work.coming]
+        if len(streamed) > 1:
+            streamed.sort()
+        for arrival, flat in streamed:
             if arrival > at:
                 stalls["late" if flat in late else "demand"] += arrival - at
                 waited += arrival - at
                 at = arrival
-            took = self._beside_link(at, device(flat, tokens[flat]))
+            took = device(flat, tokens[flat]) if one is None else one[flat]
+            if not alone:
+                took = self._beside_link(at, took)
             if self._watched:
                 self.conductor.span("device", "compute", at, at + took, (flat,))
             at += took

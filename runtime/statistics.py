@@ -60,20 +60,30 @@ class Statistics:
     approximate: dict[str, int] = field(default_factory=lambda: dict.fromkeys(APPROXIMATE, 0))
 
     def __post_init__(self) -> None:
-        shape = (2, self.geometry.layers)
-        self.hits: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
-        self.misses: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
-        self.lates: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
+        # lists of numbers per phase: a layer's step adds to three, and an array is slow at single numbers
+        self._counts = [[[0] * self.geometry.layers for _ in range(3)] for _ in range(2)]
+
+    @property
+    def hits(self) -> NDArray[np.int64]:
+        """[2, L] requests that were hits."""
+        return np.asarray([phase[0] for phase in self._counts], dtype=np.int64)
+
+    @property
+    def misses(self) -> NDArray[np.int64]:
+        """[2, L] requests that were misses."""
+        return np.asarray([phase[1] for phase in self._counts], dtype=np.int64)
+
+    @property
+    def lates(self) -> NDArray[np.int64]:
+        """[2, L] requests that were late."""
+        return np.asarray([phase[2] for phase in self._counts], dtype=np.int64)
 
     def count(self, phase: Phase, layer: int, hits: int, misses: int, late: int) -> None:
-        row = 0 if phase is Phase.PREFILL else 1
         self.steps += 1
-        if hits:
-            self.hits[row, layer] += hits
-        if misses:
-            self.misses[row, layer] += misses
-        if late:
-            self.lates[row, layer] += late
+        of_hits, of_misses, of_lates = self._counts[phase is not Phase.PREFILL]
+        of_hits[layer] += hits
+        of_misses[layer] += misses
+        of_lates[layer] += late
 
     def hit_rate(self, phase: Phase | None = None) -> float:
         """Hits over requests, of one phase or of both; 0 if there was no request."""

@@ -94,7 +94,7 @@ class View(Protocol):
         """When the host pool will have ended what it was given."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, as ``Step``
 class Plan:
     """How a step's misses are served; every miss stands in exactly one of the three lists.
 

@@ -80,3 +80,18 @@ def test_illegal_changes_are_refused() -> None:
         residency.evict(3)
     with pytest.raises(DaopError, match="negative"):
         make([-1])
+
+
+def test_sorting_out_a_step_protects_it() -> None:
+    residency = Residency(Geometry.uniform(1, 6, 4, 10), [4])
+    for flat in (0, 1):
+        residency.reserve(flat, speculative=False)
+    residency.complete(0)
+    assert residency.sort_out([0, 1, 2]) == ([0], [1], [2])
+    assert residency.missing([0, 1, 2]) == [2]
+    assert residency.protected.tolist() == [True, True, True, False, False, False]
+    assert not residency.is_evictable(0), "what the running layer needs is not a victim"
+    residency.complete(1)
+    assert not residency.is_evictable(1)
+    residency.unprotect([0, 1, 2])
+    assert residency.is_evictable(0)
