@@ -85,6 +85,8 @@ class EarlyResults:
             )
         self.policy = policy
         self._geometry = geometry
+        self._routers = routers
+        self._known: set[int] = set()  # layers whose router was seen to answer as the model itself does
         self._announcer = Announcer(routers, correction if policy.corrects else None, f"policy {name}")
         self._phase = Phase.PREFILL
         self._sequences: list[int] = []
@@ -123,6 +125,8 @@ class EarlyResults:
             real = slice(None) if self._real is None else self._real
             self.policy.placement.prompt(layer, ids.cpu().numpy()[real], self._row_sequence[real])
             return Decided(hidden, ids, weights, len(hidden), (ids, weights))
+        if not self.policy.weighs and layer and self.policy.asks(layer - 1) and layer not in self._known:
+            self._compare_router(layer, hidden, ids, weights)
         announced = self._announced
         away = None if announced is None else distances(hidden, announced.input)
         true = routing_of(ids, weights)
@@ -133,6 +137,23 @@ class EarlyResults:
         self._count(true, settled, statistics)
         guess = None if announced is None else announced.input
         return self._extend(layer, hidden, guess, ids, weights, settled, apart)
+
+    def _compare_router(
+        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        """Once per layer: a forecast stands for the routing only if the router answers as the model does."""
+        seen = self._routers.router_input(layer)
+        found = self._routers.route(layer, hidden if seen is None else seen)
+        if found is not None:
+            order, theirs = ids.argsort(dim=1), found[0].argsort(dim=1)
+            same = torch.equal(ids.gather(1, order), found[0].gather(1, theirs).to(ids.dtype))
+            mine, other = weights.float().gather(1, order), found[1].float().gather(1, theirs)
+            if not (same and torch.allclose(mine, other, rtol=0.02, atol=1e-3)):
+                raise DaopError(
+                    "this model weighs its experts otherwise than its routers say, so a forecast cannot "
+                    f"stand for the routing of MoE layer {layer}: use bounded, deferral or an exact policy"
+                )
+        self._known.add(layer)
 
     def look_ahead(self, layer: int, hidden: torch.Tensor) -> Started | None:
         """After ``enter``, with its ``hidden``: what is announced of the next layer; None: nothing."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny_models import save_tiny
 
 from daop.api import load
-from daop.core import DaopError, Geometry
+from daop.core import DaopError, Geometry, Phase
 from daop.quality import Batch, teacher
 from daop.runtime.checkpoint import Checkpoint, open_checkpoint
 from daop.runtime.early import EarlyResults
@@ -357,8 +357,6 @@ def test_early_results_computed_apart_give_the_same(model: Path) -> None:
 
     built = build_model(checkpoint, experts)
     early = EarlyResults(policy, built, checkpoint.geometry)
-    from daop.core import Phase
-
     with torch.inference_mode():
         early.begin(Phase.PREFILL, 3 * PROMPT, 3, True, None)
         ids = torch.tensor(tokens)
@@ -486,6 +484,37 @@ def test_a_family_that_weighs_inputs_is_refused(tmp_path: Path) -> None:
     save_tiny("llama4_text", tmp_path)
     with pytest.raises(DaopError, match="weighs inputs"):
         load(tmp_path, policy="bounded", ecr=0.5)
+
+
+class Doubling:
+    """Routers that give twice the weights that the model used."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def router_input(self, layer: int) -> torch.Tensor | None:
+        return None
+
+    def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ids = torch.tensor([[1, 0]])
+        return ids, torch.tensor([[0.3, 0.7]]) * self.factor, torch.full((1, E), 1 / E)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_router_that_answers_otherwise_than_the_model_is_refused(factor: float) -> None:
+    geometry = Geometry.uniform(3, E, 2)
+    policy = Daop(first=0)
+    policy.geometry = geometry
+    policy.placement = policy.book = SequencePlacement(geometry, [], 1.05)
+    early = EarlyResults(policy, Doubling(factor), geometry)
+    early.begin(Phase.DECODE, 1, 1, True, None)
+    chosen = (torch.zeros(1, H), torch.tensor([[0, 1]]), torch.tensor([[0.7, 0.3]]))
+    early.enter(0, *chosen, Statistics(geometry))
+    if factor == 1.0:
+        early.enter(1, *chosen, Statistics(geometry))
+        return
+    with pytest.raises(DaopError, match="weighs its experts otherwise than its routers say"):
+        early.enter(1, *chosen, Statistics(geometry))
 
 
 def test_a_correction_of_another_model_is_refused(model: Path) -> None:
