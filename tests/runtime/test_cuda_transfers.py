@@ -22,6 +22,7 @@ from daop.core import DaopError, Geometry
 from daop.runtime.checkpoint import ByteRange, Checkpoint
 from daop.runtime.cuda.arenas import HostWeights, choose_for_ram, pack
 from daop.runtime.cuda.compute import make_group, make_windows
+from daop.runtime.cuda.launches import from_staging
 from daop.runtime.cuda.mailbox import BLOCK, Inbox, Outbox
 from daop.runtime.cuda.slabs import DeviceMemory
 from daop.runtime.cuda.streams import PinError
@@ -256,6 +257,20 @@ def test_staging_slots_wait_for_the_computation_before(files: Files) -> None:
             address = memory.staging[0].address(number)
             gpu.note_reads([(address, LAYOUT.nbytes)])
             engine.used([address])
+
+
+def test_what_shares_a_staging_slot_stays_in_order(files: Files) -> None:
+    """A copy that need not wait for a disk does not overtake one before it in the slot that must."""
+    with transfers(files, StandIn(Random(0)), ram=6) as (engine, _):
+        weights = engine._weights
+        order = sorted(range(EXPERTS), key=weights.in_ram)  # those on disk first
+        launches = from_staging(order, 2, engine, weights)
+        for index, launch in enumerate(launches):
+            before = [weights.is_pinned(flat) for flat in order[index % 2 : index + 1 : 2]]
+            assert launch.prompt == all(before)
+            assert len(launch.tickets) == (index < 2)
+            assert launch.next is (launches[index + 2] if index + 2 < EXPERTS else None)
+        engine.wait_idle()
 
 
 def test_a_read_error_names_the_expert_and_the_file(files: Files) -> None:
