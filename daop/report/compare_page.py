@@ -52,8 +52,13 @@ def compare_page(document: Mapping[str, Any], geometry: Geometry | None, histori
 
 
 def _groups(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows of one machine and budget together, in their order."""
-    return [list(group) for _, group in groupby(rows, lambda row: (row["hardware"], row["ecr"]))]
+    """Rows of one machine, number format and budget together, in their order."""
+    return [list(group) for _, group in groupby(rows, lambda row: (_machine(row), row["ecr"]))]
+
+
+def _machine(row: Row) -> str:
+    """The machine, and the format of the experts where several were compared."""
+    return str(row["hardware"]) + (f", {row['format']}" if row.get("format") else "")
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -63,7 +68,7 @@ def verdict(rows: Sequence[Row]) -> str:
         if not (real := _real(group)):
             continue
         best = max(real, key=_speed)
-        place = f"{best['hardware']}, ECR {best['ecr']:g}"
+        place = f"{_machine(best)}, ECR {best['ecr']:g}"
         ratio, bound = best.get("ratio_to_best_static"), best.get("ratio_to_optimum")
         more = [] if ratio is None else [f"{ratio:.2f} times the best static placement"]
         more += [] if bound is None else [f"{bound:.2f} of the optimum"]
@@ -133,7 +138,7 @@ def _cells(row: Row) -> list[str]:
     speed = f"{row['tokens_per_second']:.1f}" + (f" ({spread[0]:.1f} to {spread[1]:.1f})" if spread else "")
     return [
         str(row["policy"]),
-        str(row["hardware"]),
+        _machine(row),
         f"{row['ecr']:g}",
         speed,
         *(
@@ -149,8 +154,8 @@ def _cells(row: Row) -> list[str]:
 
 
 def _speeds(rows: Sequence[Row], color: Mapping[str, str]) -> Iterator[Part]:
-    for number, machine in enumerate(dict.fromkeys(str(row["hardware"]) for row in rows)):
-        mine = [row for row in rows if row["hardware"] == machine]
+    for number, machine in enumerate(dict.fromkeys(map(_machine, rows))):
+        mine = [row for row in rows if _machine(row) == machine]
         key = f"speed-{number}"
         alt = f"Line chart: tokens per second by ECR on {machine}, a line per policy."
         yield Part(
@@ -188,6 +193,8 @@ def _estimate(value: Mapping[str, Any]) -> str:
 
 def _setting(number: int, rows: Sequence[Row], color: Mapping[str, str], histories: Histories) -> Section:
     machine, share = str(rows[0]["hardware"]), float(rows[0]["ecr"])
+    if rows[0].get("format"):
+        histories = {}  # they are kept for one format only
     names = [str(row["policy"]) for row in rows]
     stalls, (moves, unit) = charts.stall_parts(rows), charts.byte_parts(rows)
     parts = [
@@ -203,7 +210,7 @@ def _setting(number: int, rows: Sequence[Row], color: Mapping[str, str], histori
     for place, name in enumerate(drawn):
         if name in watched:
             parts.append(residency_part(f"map-{number}-{place}", name, watched[name]))
-    return Section(key=f"at-{number}", title=f"{machine}, ECR {share:g}", parts=parts)
+    return Section(key=f"at-{number}", title=f"{_machine(rows[0])}, ECR {share:g}", parts=parts)
 
 
 def _drawn(rows: Sequence[Row]) -> list[str]:

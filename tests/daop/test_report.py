@@ -16,7 +16,9 @@ from typer.testing import CliRunner, Result
 from daop.cli.main import app
 from daop.cli.output import whole_file
 from daop.core import DaopError, Geometry
+from daop.report.about import about
 from daop.report.charts import shrink
+from daop.report.compare_page import compare_page
 from daop.report.page import LIMIT, Grid, Part, Section, render
 from daop.report.svg import figure
 from daop.training.trace import DECODE, Trace
@@ -128,6 +130,35 @@ def test_names_are_shown_not_obeyed() -> None:
     text = render(evil, evil, [Section(key="s", title=evil, facts=[(evil, evil)], parts=[part])])
     assert "<b>" not in text
     assert text.count("&lt;b&gt;") >= 9
+
+
+def row(policy: str, **more: Any) -> dict[str, Any]:
+    stalls = dict.fromkeys(("demand", "late", "host", "forecast"), 1.0)
+    return {
+        "policy": policy, "hardware": "m", "ecr": 0.5, "tokens": 4, "hit_rate": 0.5, "exact": True,
+        "tokens_per_second": 2.0, "ratio_to_best_static": 1.0, "ratio_to_optimum": None, "stall_ms": stalls,
+        "bytes": {"demand": 5, "useful": 1, "late": 0, "wasted": 2}, "hit_rate_by_layer": [0.5, 0.5], **more,
+    }  # fmt: skip
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    return compare_page({"rows": rows, "simulated": False, "about": about("daop compare")}, None, {})
+
+
+def test_quality_stands_beside_the_speed_of_approximate_policies() -> None:
+    kl = {"value": 0.0123, "low": 0.01, "high": 0.02}
+    approximate = row("deferral", exact=False, quality={"tokens": 9, "mean_kl": kl}, tokens_per_second=3.0)
+    text = page([row("lru"), approximate])
+    assert "0.0123 [0.01, 0.02]" in text
+    assert "mean kl" in text
+    assert "changes the model&#39;s output" in text.split("</header>")[0]
+    assert "Against the exact run" not in page([row("lru")])
+
+
+def test_formats_are_kept_apart() -> None:
+    text = page([row("lru", format="bf16"), row("lru", format="int4", tokens_per_second=4.0)])
+    assert "m, bf16, ECR 0.5" in text
+    assert "m, int4, ECR 0.5: lru is fastest at 4.0 tokens/s" in text
 
 
 # -- bad input -----------------------------------------------------------------------------------
