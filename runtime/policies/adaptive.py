@@ -18,7 +18,7 @@ stops paying loses its say, and regains it when it pays again. From it follow
 Where there is no host beside the device (tier ``host``) every miss is read; it is kept if it is worth
 more than what would leave. There the next layer's gate is asked too (``ForecastBlend``), and what it surely
 names is read behind this layer's own reads, so that the disk never idles (``ReadWindow``): measured 1.4 to
-1.5 times the best static placement and 1.1 to 1.25 times ``lru`` on a virtual disk of 0.7 to 1.9 GB/s.
+1.6 times static placement and 1.1 to 1.3 times ``lru`` on a virtual disk of 0.7 to 1.9 GB/s.
 """
 
 from __future__ import annotations
