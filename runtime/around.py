@@ -34,7 +34,7 @@ class ApproximateExperts:
         decided = early.enter(layer, hidden, ids, weights, executor.conductor.statistics)
         if executor.recorder is not None:
             executor.record_routing(executor.recorder, layer, *decided.routing)
-        early.look_ahead(layer, hidden)
+        executor.expect(layer, decided, early.look_ahead(layer, hidden))
         total = executor(layer, decided.hidden, decided.ids, decided.weights)
         return early.leave(decided, total)
 

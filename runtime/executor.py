@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from .host_compute import Batch, HostExperts
 from .recording import Recorder
 from .slots import SlotMemory
 from .transfers import FileTransfers, Ticket
+
+if TYPE_CHECKING:
+    from .early import Decided, Started
 
 
 class Gates(Protocol):
@@ -80,6 +83,11 @@ class Executor(ABC):
         self._forward += 1
         self._real = real
         self.conductor.begin(phase, rows, new_sequences)
+
+    def expect(self, layer: int, decided: Decided, started: Started | None) -> None:
+        """An approximate policy has ``decided`` what runs next, as layer ``layer``. What it ``started`` of
+        the one behind may be computed ahead, beside the device; an executor that cannot does nothing."""
+        return
 
     def settle(self) -> None:
         """Bring the statistics up to date with what is still under way."""

@@ -268,6 +268,7 @@ class CudaMachinery:
         self.reader.drop_cache()
 
     def close(self) -> None:
+        self.executor.close()
         self.transfers.close()
         self.gpu.synchronize()
         if not self._shares:

@@ -53,6 +53,7 @@ class LinkTransfers:
         self._origin = time.perf_counter()
         self._outstanding = 0  # bytes asked for and not known to have arrived
         self.bandwidth = BANDWIDTH
+        self.host_until = 0.0  # the host computes what was started early until then
         self.handover = Handover(
             gpu,
             reader,
@@ -78,7 +79,7 @@ class LinkTransfers:
 
     @property
     def host_free_at(self) -> float:
-        return self.now  # the host computes in the thread that asks
+        return max(self.now, self.host_until)  # else it computes in the thread that asks
 
     def fetch(self, flat: int, slot: int, *, demand: bool) -> None:
         slab = self._memory.slabs[self._memory.class_of_layer[self._layer_of[flat]]]
