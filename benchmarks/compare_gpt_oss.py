@@ -6,6 +6,7 @@
 github.com/AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting, Apache-2.0). A fifth of the sequences is held
 out by the seeded split of ``daop.training.split``; profile and context model are fitted on the rest, and
 ``--sequences`` of the held-out ones, evenly spread, are replayed at batch 1. MXFP4 experts of 13.2 MB.
+``--foretold`` adds a row out of reach: ``adaptive`` told the coming token's routing (``foretold.py``).
 With ``--tune`` the replayed ones come from the fitted part's own fifth, which is left out of the fit.
 
 Prints a table per machine and budget, then what must be reached, and last one line of JSON.
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import foretold
 import numpy as np
 
 from daop.comparison import (
@@ -79,14 +81,16 @@ def verdict(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     cells: dict[tuple[str, float], dict[str, float]] = {}
     for row in rows:
         cells.setdefault((row["hardware"], row["ecr"]), {})[row["policy"]] = row["tokens_per_second"]
-    to_static, to_balanced, gap, ahead = [], [], [], []
+    to_static, to_balanced, gap, ahead, told = [], [], [], [], []
     for cell in cells.values():
         mine, bound = cell["adaptive"], cell[BOUND]
-        other = max(speed for name, speed in cell.items() if name not in ("adaptive", BOUND))
+        other = max(speed for name, speed in cell.items() if name not in ("adaptive", foretold.NAME, BOUND))
         to_static.append(mine / max(cell[name] for name in STATIC))
         to_balanced.append(mine / cell["balanced"])
         gap.append((mine - other) / (bound - other))
         ahead.append(mine > other)
+        if foretold.NAME in cell:
+            told.append((cell[foretold.NAME] - other) / (bound - other))
     return {
         "cells": len(cells),
         "geomean_to_best_static": float(np.exp(np.mean(np.log(to_static)))),
@@ -94,6 +98,11 @@ def verdict(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "ahead_in_every_cell": all(ahead),
         "gap_closed_min": min(gap),
         "gap_closed_mean": float(np.mean(gap)),
+        **(
+            {"foretold_gap_closed_min": min(told), "foretold_gap_closed_mean": float(np.mean(told))}
+            if told
+            else {}
+        ),
     }
 
 
@@ -114,10 +123,12 @@ def main() -> None:
     parser.add_argument("--policies", default="all")
     parser.add_argument("--machines", default=",".join(MACHINES))
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--foretold", action="store_true")
     parser.add_argument("--rows", type=Path, help="append each cell's rows here as they are done")
     options = parser.parse_args()
     profile, traffic = prepare(read(options.trace), options.sequences, options.profile, options.tune)
-    names = list(dict.fromkeys([*policies_of(options.policies), *STATIC, BOUND]))
+    extra = [foretold.register()] if options.foretold else []
+    names = list(dict.fromkeys([*policies_of(options.policies), *STATIC, BOUND, *extra]))
     print(f"{len(traffic.ids)} tokens of {options.sequences} sequences, batch 1, experts of 13.2 MB")
     rows: list[dict[str, Any]] = []
     for machine in options.machines.split(","):
