@@ -38,23 +38,32 @@ def measure_policies(
     ``options`` go to ``daop.load``. The exact run answers the prompts once; every policy is fed its answers.
     """
     import daop
-    from daop.quality import Spool, answered, measure, teacher
+    from daop.quality import Batch, Spool, answered, measure, teacher
 
     found: dict[tuple[str, float], dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="daop-quality-") as folder:
-        spool = Spool(Path(folder))
+
+    def refer() -> list[Batch]:
+        told("the exact run, for the quality of the others")
         with daop.load(model, policy=REFERENCE, ecr=max(shares), **options) as runtime:
-            told("the exact run, for the quality of the others")
             batches = answered(runtime, prompts, max_new_tokens)
             score = teacher(runtime)
             for batch in batches:
                 spool.keep(batch, score(batch))
+        return batches
+
+    def judge(name: str, share: float) -> dict[str, Any]:
+        told(f"ECR {share:g}, quality: {name}")
+        with daop.load(model, policy=name, ecr=share, **options) as runtime:
+            return measure(spool, teacher(runtime), batches).as_dict()
+
+    # A function for each run: a model that nothing names any more leaves room for the next.
+    with tempfile.TemporaryDirectory(prefix="daop-quality-") as folder:
+        spool = Spool(Path(folder))
+        batches = refer()
         for share in shares:
             for name in names:
                 if not POLICIES.get(name).exact:
-                    told(f"ECR {share:g}, quality: {name}")
-                    with daop.load(model, policy=name, ecr=share, **options) as runtime:
-                        found[name, share] = measure(spool, teacher(runtime), batches).as_dict()
+                    found[name, share] = judge(name, share)
     return found
 
 

@@ -57,6 +57,9 @@ def compare(
     prompts: Annotated[Path | None, Option(help="Prompts for --model, text or JSONL.")] = None,
     repeats: Annotated[int, Option(min=1, help="With --model: how often each policy runs.")] = 3,
     max_new_tokens: Annotated[int, Option(min=1, help="With --model: tokens per prompt.")] = 64,
+    device: Annotated[
+        str, Option(help="With --model or --quality-model: where experts are computed, host or cuda.")
+    ] = "host",
     direct_io: Annotated[bool, Option(help="With --model: read past the page cache.")] = False,
     timeline: Annotated[
         Path | None, Option(help="With --trace: the first policy's first passes as a Chrome trace.")
@@ -79,6 +82,8 @@ def compare(
         raise DaopError("--quality-model is for --trace, and needs --prompts: what its answers are asked for")
     if format_ is not None and model is not None:
         raise DaopError("--format is simulated: pack the model and measure DIR with --model instead")
+    if device != "host" and model is None and quality_model is None:
+        raise DaopError("--device is for --model or --quality-model: a simulated machine is --hardware's")
     check_output("--html", html, force)
     check_output("--timeline", timeline, force)
     from daop import comparison
@@ -104,10 +109,17 @@ def compare(
             direct_io=direct_io,
             profile=profile,
             hardware=hardware,
+            device=device,
             told=lambda step, _: output.say(step, style="dim"),
             watch=pictures,
         )
-        subject = {"model": model, "prompts": str(prompts), "repeats": repeats}
+        for row in rows:
+            if row["differs"]:
+                output.say(
+                    f"{row['policy']} at ECR {row['ecr']:g}: {row['differs']} answers differ from the first "
+                    "policy's: CPU and GPU round differently, and one token changes those behind it"
+                )
+        subject = {"model": model, "prompts": str(prompts), "repeats": repeats, "device": device}
         document: dict[str, Any] = {"rows": rows, "simulated": False, "subject": subject}
     else:
         settings = comparison.settings(hardware or "rtx4090", shares, batch, weight_bits)
@@ -128,7 +140,7 @@ def compare(
                 shares,
                 names,
                 max_new_tokens=max_new_tokens,
-                options={"profile": profile},
+                options={"profile": profile, "device": device},
                 told=lambda step: output.say(step, style="dim"),
             ),
         )

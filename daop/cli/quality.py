@@ -19,7 +19,7 @@ from daop.policy_quality import REFERENCE as REFERENCE  # daop pack judges again
 
 if TYPE_CHECKING:
     from daop.api import Runtime
-    from daop.quality import Batch, Quality
+    from daop.quality import Batch, Quality, Spool
 
 
 def quality(
@@ -54,6 +54,7 @@ def quality(
     ] = 32,
     max_new_tokens: Annotated[int, Option(min=2, help="With --prompts: tokens of each answer.")] = 128,
     limit: Annotated[int | None, Option(min=1, help="Use so many windows or prompts.")] = None,
+    device: Annotated[str, Option(help="Where experts are computed in both runs: host or cuda.")] = "host",
     batch: Annotated[int, Option(min=1, help="With --text: windows side by side.")] = 1,
     dtype: Annotated[
         str | None, Option(help="Numbers outside the experts: bfloat16, float16 or float32.")
@@ -79,6 +80,7 @@ def quality(
     exactly = make_policy(policy, options=options).exact  # what it refuses is said before a model is loaded
     exact = RunConfig(
         model=model,
+        device=device,
         policy=REFERENCE,
         fast_memory=fast_memory_bytes(fast_memory),
         ecr=ecr,
@@ -104,6 +106,7 @@ def quality(
             "model": exact.model,
             "candidate": judged.model,
             "policy": policy,
+            "device": device,
             "policy_options": dict(options),
             "exact": exactly,
             "ecr": ecr,
@@ -122,24 +125,40 @@ def _measure(
 ) -> Quality:
     """The reference first, its logits on disk; then the judged run."""
     from daop.cli.run import load
-    from daop.quality import Spool, answered, measure, teacher
+    from daop.quality import Spool, measure, teacher
 
-    window, prefill, max_new_tokens, limit, side = sizes
     with tempfile.TemporaryDirectory(prefix="daop-quality-") as folder:
         spool = Spool(Path(folder))
-        with load(exact, output) as runtime:
-            if text is not None:
-                batches = _windows(runtime, text, window, prefill, side, limit)
-            else:
-                assert prompts is not None
-                batches = answered(runtime, prompts, max_new_tokens, limit)
-            score = teacher(runtime)
-            with output.progress() as told:
-                for number, one in enumerate(batches):
-                    told("the exact run", number / len(batches))
-                    spool.keep(one, score(one))
+        batches = _refer(output, exact, spool, text, prompts, sizes)  # its model is gone when it returns
         with load(judged, output) as runtime:
             return measure(spool, teacher(runtime), batches, seed=exact.seed)
+
+
+def _refer(
+    output: Output,
+    exact: RunConfig,
+    spool: Spool,
+    text: Path | None,
+    prompts: Path | None,
+    sizes: tuple[int, int, int, int | None, int],
+) -> list[Batch]:
+    """The exact run, its logits kept in ``spool``; what is to be fed to the judged one."""
+    from daop.cli.run import load
+    from daop.quality import answered, teacher
+
+    window, prefill, max_new_tokens, limit, side = sizes
+    with load(exact, output) as runtime:
+        if text is not None:
+            batches = _windows(runtime, text, window, prefill, side, limit)
+        else:
+            assert prompts is not None
+            batches = answered(runtime, prompts, max_new_tokens, limit)
+        score = teacher(runtime)
+        with output.progress() as told:
+            for number, one in enumerate(batches):
+                told("the exact run", number / len(batches))
+                spool.keep(one, score(one))
+    return batches
 
 
 def _windows(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -56,6 +57,8 @@ class CudaDevice:
         self._wishes = wishes
         self._ram = ram
         self.torch_device = self._gpu.device
+        gc.collect()  # a model that was closed before may hold memory still, in cycles
+        self._gpu.release()
         free, total = self._gpu.memory()
         self._limit = (free, describe_memory(free, total, _name(self._gpu.device)))
         self.estimate = self._plan(None)  # what cannot fit is said before anything is loaded
@@ -271,6 +274,7 @@ class CudaMachinery:
         self.executor.close()
         self.transfers.close()
         self.gpu.synchronize()
+        self.memory.free()
         if not self._shares:
             self.weights.close()
         self.reader.close()

@@ -67,6 +67,11 @@ class DeviceMemory:
             DeviceSlab(layout, count, self._device) for layout, count in zip(self.classes, slots, strict=True)
         ]
 
+    def free(self) -> None:
+        """Give all of it back."""
+        self.slabs, self.staging = [], []
+        self._gpu.release()
+
     @property
     def slots(self) -> list[int]:
         return [slab.count for slab in self.slabs]
