@@ -36,6 +36,7 @@ from .early_calls import NOTHING, EarlyCalls, Served
 from .launches import Launch, from_slots, from_staging
 from .mailbox import Inbox, Outbox
 from .slabs import DeviceMemory
+from .spans import DeviceSpans
 from .streams import Gpu, Mark
 from .transfers import LinkTransfers
 
@@ -90,7 +91,11 @@ class CudaExecutor(Executor):
         self._waits: list[tuple[str, Mark, Mark]] = []  # what the device waited for, not yet read off
         self._counts: list[tuple[Phase, int, torch.Tensor]] = []  # choices that the host has not seen: [E]
         self._calm = False  # every expert is resident
-        self.watchful = False  # True: the host looks at every choice, even where all experts are resident
+        self._spans = DeviceSpans(gpu, conductor.span, lambda: transfers.now) if conductor.watchers else None
+        if self._spans is not None:
+            transfers.watch(self._spans)
+        # The host looks at every choice, even where all experts are resident: there is somebody to be told.
+        self.watchful = self._spans is not None
         self._can_be_calm = all(compute.groups_from > 0 for compute in device_compute) and (
             max(checkpoint.geometry.experts) <= WINDOW
         )
@@ -184,6 +189,8 @@ class CudaExecutor(Executor):
         self._gpu.synchronize()
         self._settle_counts()
         self._read_off_waits()
+        if self._spans is not None:
+            self._spans.tell(wait=True)
 
     def _settle_counts(self) -> None:
         """Count the requests that the host did not see when they were served."""
@@ -241,6 +248,9 @@ class CudaExecutor(Executor):
         seen = self._outbox.bring([ids, weights.float(), *(chance for _, chance in ahead), *beside])
         self._inbox.reset()
         self._transfers.settled()
+        if self._spans is not None:
+            self._spans.tell()
+            self._spans.anchor()
         forecasts = [
             Forecast(coming, chance.numpy().copy())
             for (coming, _), chance in zip(ahead, seen[2:], strict=False)
@@ -355,7 +365,11 @@ class CudaExecutor(Executor):
                 if ticket.slotted:
                     self.conductor.arrived(ticket.flat)
             self._waits.append((launch.cause, before, self._gpu.mark_compute(timed=True)))
+        spans = self._spans
+        begun = None if spans is None else spans.begin(self._gpu.mark_compute(timed=True))
         compute.run(batch, slab, what, sent)
+        if spans is not None and begun is not None:
+            spans.end("device", "compute", begun, self._gpu.mark_compute(timed=True), launch.flats)
         self._transfers.used([slab.address(slot) for slot in launch.slots])
         if launch.next is not None:
             launch.next.tickets.append(self._transfers.stream(launch.next.flats[0], launch.slots[0]))

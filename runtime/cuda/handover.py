@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from daop.core import DaopError
 from daop.runtime.transfers import WATCH_SECONDS, Reader
 
+from .spans import Begun, DeviceSpans
 from .streams import Gpu, Mark, PinError
 
 CHUNK = 2 << 20
@@ -42,7 +43,19 @@ class Ticket:
     """One expert on its way into one slot."""
 
     __slots__ = (
-        *("after", "demand", "error", "flat", "mark", "nbytes", "open", "pieces", "pinned", "slotted"),
+        *(
+            "after",
+            "begun",
+            "demand",
+            "error",
+            "flat",
+            "mark",
+            "nbytes",
+            "open",
+            "pieces",
+            "pinned",
+            "slotted",
+        ),
         *("started", "target"),
     )
 
@@ -59,6 +72,7 @@ class Ticket:
         self.slotted = slotted  # reported through poll / failed
         self.started = False
         self.after: Mark | None = None  # copies may begin behind it
+        self.begun: Begun | None = None  # before the first copy, in a run that is watched
         self.mark: Mark | None = None  # behind the last copy
         self.error: BaseException | None = None
 
@@ -86,6 +100,7 @@ class Handover:
         self._ahead_bytes = 0
         self._closing = False
         self._under_way = 0  # tickets not yet handed over whole
+        self.spans: DeviceSpans | None = None  # in a run that is watched
         self.bytes_moved = 0
         self.staged_bytes = 0
         self.ring_address = 0
@@ -186,6 +201,8 @@ class Handover:
             self._gpu.copies_wait(ticket.after)
             ticket.after = None
         ticket.started = True
+        if self.spans is not None and ticket.begun is None:
+            ticket.begun = self.spans.begin(self._gpu.mark_copies(timed=True))
         self._gpu.copy_in(ticket.target + piece.at, source, piece.nbytes)
         self.bytes_moved += piece.nbytes
         self._end_piece(ticket)
@@ -196,7 +213,7 @@ class Handover:
         if ticket.open == 0:
             self._under_way -= 1
             if ticket.error is None:
-                ticket.mark = self._gpu.mark_copies()
+                ticket.mark = self._gpu.mark_copies(timed=self.spans is not None)
                 if ticket.slotted:
                     self.sent.append(ticket)
             elif ticket.slotted:

@@ -20,6 +20,7 @@ from daop.runtime.transfers import Reader
 from .arenas import HostWeights
 from .handover import CHUNK, DEPTH, Handover, Piece, Ticket
 from .slabs import DeviceMemory
+from .spans import DeviceSpans
 from .streams import Gpu, Mark
 
 __all__ = ["LinkTransfers", "Ticket"]
@@ -124,9 +125,17 @@ class LinkTransfers:
 
     def _close(self, ticket: Ticket) -> None:
         """A ticket has ended, one way or the other."""
+        spans = self.handover.spans
+        if spans is not None and ticket.begun is not None and ticket.mark is not None:
+            what = "copy" if ticket.slotted else "stream"
+            spans.end("link in", what, ticket.begun, ticket.mark, (ticket.flat,))
         self._outstanding -= ticket.nbytes
         if ticket.slotted:
             del self._slotted[ticket.flat]
+
+    def watch(self, spans: DeviceSpans) -> None:
+        """Tell when the link was busy."""
+        self.handover.spans = spans
 
     # -- what the executor needs beside ----------------------------------------------------------
 

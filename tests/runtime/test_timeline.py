@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cuda_runs import open_standin, standin
 from test_sim_early import one_token
 from test_simulator import MACHINE as SMALL_MACHINE
@@ -17,6 +18,7 @@ from tiny_models import save_tiny
 
 import daop
 from daop.core import Geometry
+from daop.runtime.checkpoint import open_checkpoint
 from daop.runtime.chrome_trace import TRANSFERS, write_chrome_trace
 from daop.runtime.costs import Hardware, HardwareCosts
 from daop.runtime.policies.base import make_policy
@@ -176,3 +178,33 @@ def test_the_device_cuda_tells_its_decisions_and_what_the_host_computes(tmp_path
     slices = [event for event in beside if event["ph"] == "X"]
     assert len(slices) == figures["experts_computed_in_place"] > 0
     assert {event["args"]["outcome"] for event in slices} == {"miss"}
+
+
+@pytest.mark.parametrize("policy", ["speculative", "fiddler"])
+@pytest.mark.parametrize("ram", [1 << 40, 8 * 27648])
+def test_the_device_cuda_tells_when_it_was_busy(policy: str, ram: int, tmp_path: Path) -> None:
+    save_tiny("qwen3_moe", tmp_path)
+    timeline, gpu = Timeline(), standin(1)
+    with open_standin(tmp_path, gpu, policy, 7, ram=ram, watchers=[timeline]) as runtime:
+        runtime.generate([[5, 6, 7]], 12)
+        figures = runtime.statistics()
+        moved = runtime._machinery.bytes_read
+    document = written(timeline)
+    stalls = [e["args"]["value"] for e in document["traceEvents"] if e["name"].startswith("stall")]
+    if policy == "speculative":  # the last layer's wait is read off when nothing comes behind it
+        check(document, figures | {"stall_ms": {"all": sum(stalls)}})
+    assert sum(stalls) <= sum(figures["stall_ms"].values()) * 1.001
+    links = [span for span in timeline.busy if span.track == "link in"]
+    size = open_checkpoint(tmp_path).layouts[0].nbytes
+    assert len(links) * size == moved > 0
+    assert gpu.faults == []
+
+
+def test_the_device_cuda_is_watched_where_all_experts_are_resident(tmp_path: Path) -> None:
+    save_tiny("qwen3_moe", tmp_path, dtype=torch.bfloat16, moe_intermediate_size=24)
+    timeline = Timeline()
+    with open_standin(tmp_path, standin(2), "static", None, watchers=[timeline]) as runtime:
+        runtime.generate([[5, 6, 7]], 4)
+        hits = runtime.statistics()["requests"]["hits"]
+    computed = [flat for span in timeline.busy if span.track == "device" for flat in span.flats]
+    assert len(computed) == hits > 0
