@@ -139,3 +139,30 @@ extern "C" int64_t daop_context_best(Search* search, const int64_t* numbers, int
   search->found = most;
   return best;
 }
+
+namespace {
+
+// The `count` allowed indices of least value, ascending, ties by index; returns how many there are.
+template <typename T>
+int64_t lowest(const T* values, const uint8_t* allowed, int64_t n, int64_t count, int64_t* out) {
+  int64_t found = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    if (!allowed[i] || (found == count && !(values[i] < values[out[found - 1]]))) continue;
+    int64_t at = found < count ? found++ : found - 1;
+    for (; at > 0 && values[i] < values[out[at - 1]]; --at) out[at] = out[at - 1];
+    out[at] = i;
+  }
+  return found;
+}
+
+}  // namespace
+
+extern "C" int64_t daop_lowest_float(const float* values, const uint8_t* allowed, int64_t n, int64_t count,
+                                     int64_t* out) {
+  return lowest(values, allowed, n, count, out);
+}
+
+extern "C" int64_t daop_lowest_int(const int64_t* values, const uint8_t* allowed, int64_t n, int64_t count,
+                                   int64_t* out) {
+  return lowest(values, allowed, n, count, out);
+}

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from daop.core import Geometry, Step
+from daop.runtime.lowest import lowest_of
 
 from .base import POLICIES, Costs, Plan, Policy, Prefetch, View
 
@@ -21,16 +22,7 @@ def lowest(worth: NDArray[Any], count: int, view: View, incoming: int) -> list[i
     """Up to ``count`` evictable experts of least worth that could make room for ``incoming``."""
     same = view.same_slot(incoming)
     allowed = view.evictable if same is None else view.evictable & same
-    if count == 1:
-        highest = np.inf if worth.dtype.kind == "f" else np.iinfo(worth.dtype).max
-        least = int(np.where(allowed, worth, highest).argmin())
-        return [least] if allowed[least] else []
-    ids = np.flatnonzero(allowed)
-    if len(ids) > count > 0:  # only those that could be among the lowest are sorted; ties go to the lower id
-        values = worth[ids]
-        ids = ids[values <= np.partition(values, count - 1)[count - 1]]
-    chosen: list[int] = ids[np.argsort(worth[ids], kind="stable")[:count]].tolist()
-    return chosen
+    return lowest_of(worth, allowed, count)
 
 
 @POLICIES.register("lfu")

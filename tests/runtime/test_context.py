@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from daop.core import Geometry, Phase, Step
 from daop.runtime.context_model import LEADS, ContextModel, turns
 from daop.runtime.context_state import ContextState
+from daop.runtime.lowest import lowest_by_numpy
 from daop.runtime.native_context import load_context
 from daop.runtime.policies.lfu import lowest
 from daop.runtime.worth import WorthTable
@@ -123,3 +124,4 @@ def test_lowest_is_the_head_of_a_stable_sort(dtype: type, worth: list[int], coun
     allowed = evictable if same is None else evictable & same
     expected = sorted((i for i in range(len(worth)) if allowed[i]), key=lambda i: (worth[i], i))[:count]
     assert lowest(values, count, Flags(evictable, same), 0) == expected  # type: ignore[arg-type]
+    assert lowest_by_numpy(values, allowed, count) == expected
