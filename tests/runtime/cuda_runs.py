@@ -7,23 +7,30 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
+import pytest
 from cuda_standin import StandIn
 
-import daop
 from daop.api import Runtime, _policy
 from daop.runtime.checkpoint import open_checkpoint
 from daop.runtime.cuda.compute import DeviceBatch, DeviceExperts, Group, Sent
+from daop.runtime.cuda.device import find_problem, open_gpu, read_facts
 from daop.runtime.cuda.machinery import CudaDevice, CudaMachinery
 from daop.runtime.cuda.slabs import DeviceSlab
+from daop.runtime.cuda.streams import Gpu, PinError
 from daop.runtime.machinery import Wishes
 from daop.runtime.policies.base import Policy
 from daop.runtime.watching import Watcher
 
+NO_GPU = find_problem(read_facts())  # why nothing can run on CUDA here; '' if it can
+DEVICES = [
+    "standin",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)]),
+]
+
 
 def open_standin(
     model: Path,
-    gpu: StandIn,
+    gpu: Gpu,
     policy: str | Policy,
     slots: int | None,
     *,
@@ -31,7 +38,7 @@ def open_standin(
     dtype: str | None = None,
     watchers: Sequence[Watcher] = (),
 ) -> Runtime:
-    """A runtime on the stand-in with so many slots of the first layer's size (None: as many as there are)."""
+    """A runtime with so many slots of the first layer's size (None: as many as there are experts)."""
     checkpoint = open_checkpoint(model)
     asked = None if slots is None else slots * checkpoint.layouts[0].nbytes
     device = CudaDevice(checkpoint, Wishes(fast_memory=asked, context=64, dtype=dtype), gpu=gpu, ram=ram)
@@ -46,8 +53,10 @@ def open_standin(
         watchers=watchers,
         progress=lambda _, __: None,
     )
-    watch_reads(runtime, gpu)
+    if isinstance(gpu, StandIn):
+        watch_reads(runtime, gpu)
     poison(runtime)
+    gpu.synchronize()  # a real device fills on a stream of its own
     return runtime
 
 
@@ -105,18 +114,32 @@ def generate(
     return [answer.token_ids for group in groups for answer in runtime.generate(group, steps)]
 
 
-def gpu_reason() -> str:
-    """Why nothing can run on CUDA here; '' if it can."""
-    from daop.runtime.cuda.device import find_problem, read_facts
+def open_device(
+    kind: str,
+    model: Path,
+    gpu: StandIn,
+    policy: str | Policy,
+    slots: int | None,
+    *,
+    ram: int = 1 << 40,
+    dtype: str | None = None,
+) -> Runtime:
+    """On the stand-in ``gpu``, or on the real device with its limit of locked memory."""
+    used: Gpu = gpu
+    if kind == "cuda":
+        used = open_gpu()
+        limit_pins(used, gpu.pin_limit)
+    return open_standin(model, used, policy, slots, ram=ram, dtype=dtype)
 
-    return find_problem(read_facts())
 
+def limit_pins(gpu: Gpu, limit: int) -> None:
+    """Lock no more than ``limit`` bytes of arenas."""
+    real, left = gpu.pin, [limit]
 
-def open_device(kind: str, model: Path, gpu: StandIn, policy: str | Policy, slots: int | None) -> Runtime:
-    """On the stand-in, or on the real device."""
-    if kind == "standin":
-        return open_standin(model, gpu, policy, slots)
-    asked = None if slots is None else slots * open_checkpoint(model).layouts[0].nbytes
-    runtime = daop.load(model, device="cuda", policy=policy, fast_memory=asked, context=64)
-    torch.cuda.synchronize()
-    return runtime
+    def pin(address: int, nbytes: int) -> None:
+        if nbytes > left[0]:
+            raise PinError("out of the memory that may be locked")
+        real(address, nbytes)
+        left[0] -= nbytes
+
+    gpu.pin = pin  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_runs import gpu_reason, machinery, open_device, open_standin, standin
+from cuda_runs import DEVICES, machinery, open_device, open_standin, standin
 from test_cuda_faults import exhaust, experts
 from test_early import APPROXIMATE, LAYERS, OPTIONS, PROMPT, Everything, K, profile, rows
 from tiny_models import save_tiny
@@ -21,11 +21,6 @@ from daop.quality import Batch, teacher
 from daop.runtime.policies.base import Policy, make_policy
 from daop.runtime.timeline import Timeline
 
-NO_GPU = gpu_reason()
-DEVICES = [
-    "standin",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)]),
-]
 AHEAD = ["bounded", "daop", "everything"]  # which start calls before they are due
 NAMES = [*APPROXIMATE, "everything"]
 SLOTS = 9  # half of the model's experts

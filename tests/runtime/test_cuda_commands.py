@@ -8,18 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuda_runs import gpu_reason, standin
+from cuda_runs import DEVICES, standin
 from cuda_standin import StandIn
 from typer.testing import CliRunner, Result
 
 from daop.cli.main import app
 from daop.runtime.cuda import machinery
-
-NO_GPU = gpu_reason()
-DEVICES = [
-    "standin",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)]),
-]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_runs import generate, gpu_reason, open_device, poison, standin
+from cuda_runs import DEVICES, generate, open_device, poison, standin
 from test_executor import PROMPTS, STEPS
 from tiny_models import save_tiny
 
@@ -18,11 +18,6 @@ from daop.runtime.model import build_model
 from daop.runtime.policies.base import POLICIES, Plan, Policy
 from daop.runtime.reference import reference_experts
 
-NO_GPU = gpu_reason()
-DEVICES = [
-    "standin",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)]),
-]
 EXACT = [name for name, kind in POLICIES.items() if kind.exact and not kind.needs_future]
 
 

@@ -11,13 +11,10 @@ import family_parity
 import pytest
 import tiny_models
 import torch
-from cuda_runs import gpu_reason, machinery, open_device, standin
+from cuda_runs import DEVICES, machinery, open_device, standin
 
 from daop.runtime.policies.base import Plan, Policy
 
-NO_GPU = gpu_reason()
-ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)]
-DEVICES = ["standin", pytest.param("cuda", marks=ON_CUDA)]
 FAMILIES = (
     *("mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "dbrx", "llama4_text", "nemotron_h", "gemma4_text"),
     *("granitemoe", "deepseek_v3", "lfm2_moe", "minimax_m2"),

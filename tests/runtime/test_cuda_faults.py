@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_runs import generate, machinery, open_standin, standin
+from cuda_runs import DEVICES, generate, machinery, open_device, standin
 from test_cuda_executor import reference_tokens
 from test_executor import PROMPTS, STEPS, AlwaysWrong
 from tiny_models import save_tiny
@@ -43,14 +43,15 @@ def experts(model: Path, count: float) -> int:
     return int(count * open_checkpoint(model).layouts[0].nbytes)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", ["speculative", "fiddler", AlwaysWrong])
 @pytest.mark.parametrize(("pinned", "ram"), [(0.0, 99.0), (7.5, 99.0), (99.0, 6.0), (2.0, 0.0), (0.0, 5.0)])
 def test_what_cannot_be_locked_or_kept_in_ram_is_only_slower(
-    model: Path, reference: list[list[int]], policy: Any, pinned: float, ram: float
+    model: Path, reference: list[list[int]], policy: Any, pinned: float, ram: float, device: str
 ) -> None:
     gpu = standin(3, pin_limit=experts(model, pinned))
     chosen = policy if isinstance(policy, str) else policy()
-    with open_standin(model, gpu, chosen, 5, ram=experts(model, ram)) as runtime:
+    with open_device(device, model, gpu, chosen, 5, ram=experts(model, ram)) as runtime:
         assert generate(runtime, PROMPTS, STEPS) == reference
         assert generate(runtime, PROMPTS, STEPS, batch=3) == reference
         held = runtime.statistics()["memory_bytes"]
@@ -86,12 +87,13 @@ def break_reads(runtime: Runtime) -> Callable[[bool], None]:
     return switch
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", ["on_demand", "lru", "static", "speculative"])
 def test_a_read_error_mid_run_is_told_and_the_next_run_is_right(
-    model: Path, reference: list[list[int]], policy: str
+    model: Path, reference: list[list[int]], policy: str, device: str
 ) -> None:
     gpu = standin(4)
-    with open_standin(model, gpu, policy, 5, ram=experts(model, 2)) as runtime:
+    with open_device(device, model, gpu, policy, 5, ram=experts(model, 2)) as runtime:
         switch = break_reads(runtime)
         assert generate(runtime, PROMPTS, STEPS) == reference
         switch(True)
@@ -115,12 +117,13 @@ def exhaust(runtime: Runtime, when: Callable[[], bool]) -> None:
         compute.begin = begin  # type: ignore[method-assign, assignment]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", ["speculative", "lru", "static", "adaptive", "fiddler"])
 def test_memory_used_up_in_the_middle_costs_slots_not_tokens(
-    model: Path, reference: list[list[int]], policy: str
+    model: Path, reference: list[list[int]], policy: str, device: str
 ) -> None:
     gpu, dice = standin(5), Random(1)
-    with open_standin(model, gpu, policy, 14) as runtime:
+    with open_device(device, model, gpu, policy, 14) as runtime:
         exhaust(runtime, lambda: dice.random() < 0.02)
         assert generate(runtime, PROMPTS, STEPS) == reference
         assert generate(runtime, PROMPTS, STEPS, batch=3) == reference
@@ -133,15 +136,19 @@ def test_memory_used_up_in_the_middle_costs_slots_not_tokens(
     assert gpu.faults == []
 
 
-def test_memory_used_up_without_a_slot_left_ends_in_an_error(model: Path) -> None:
-    with open_standin(model, standin(6), "lru", 6) as runtime:
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_used_up_without_a_slot_left_ends_in_an_error(model: Path, device: str) -> None:
+    with open_device(device, model, standin(6), "lru", 6) as runtime:
         exhaust(runtime, lambda: True)
         with pytest.raises(DaopError, match=r"no expert is resident any more.*--context"):
             runtime.generate([PROMPTS[0]], 2)
         assert sum(machinery(runtime).memory.slots) == 0
 
 
-def test_memory_used_up_outside_the_experts_begins_again(model: Path, reference: list[list[int]]) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_used_up_outside_the_experts_begins_again(
+    model: Path, reference: list[list[int]], device: str
+) -> None:
     calls = [0]
 
     def trouble(*_: Any) -> None:
@@ -149,7 +156,7 @@ def test_memory_used_up_outside_the_experts_begins_again(model: Path, reference:
         if calls[0] == 3:
             raise torch.OutOfMemoryError("made up")
 
-    with open_standin(model, standin(7), "lru", 14) as runtime:
+    with open_device(device, model, standin(7), "lru", 14) as runtime:
         runtime.model.register_forward_pre_hook(trouble)
         assert generate(runtime, PROMPTS, STEPS) == reference
         assert machinery(runtime).shrinks == 1
@@ -171,13 +178,14 @@ class Letters:
         return "".join(chr(97 + token % 26) for token in ids)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ram", [99.0, 11.0, 4.0])
 def test_staging_slots_are_enough_for_any_number_of_streams(
-    model: Path, reference: list[list[int]], ram: float
+    model: Path, reference: list[list[int]], ram: float, device: str
 ) -> None:
     """Also where some wait for a disk and others do not, one after the other in the same slot."""
     gpu = standin(8)
-    with open_standin(model, gpu, "on_demand", 0, ram=experts(model, ram)) as runtime:
+    with open_device(device, model, gpu, "on_demand", 0, ram=experts(model, ram)) as runtime:
         assert generate(runtime, PROMPTS, STEPS, batch=3) == reference
         assert machinery(runtime).memory.staging[0].count == STAGING < 6
     assert gpu.faults == []
