@@ -132,6 +132,30 @@ def open_device(
     return open_standin(model, used, policy, slots, ram=ram, dtype=dtype)
 
 
+def open_gpu_of(kind: str, random: Random | None, *, pin_limit: int = 1 << 62) -> Gpu:
+    """The stand-in, or the real device, with a limit of locked memory."""
+    if kind == "standin":
+        return StandIn(random, pin_limit=pin_limit)
+    gpu = open_gpu()
+    limit_pins(gpu, pin_limit)
+    return gpu
+
+
+def check_faults(gpu: Gpu) -> None:
+    """Nothing was done too early, as far as anybody looks, and nothing is left locked."""
+    if isinstance(gpu, StandIn):
+        assert gpu.faults == []
+        assert gpu.locked == {}
+
+
+def read(gpu: Gpu, slab: DeviceSlab, slot: int) -> None:
+    """A computation reads a slot."""
+    if isinstance(gpu, StandIn):
+        gpu.note_reads([(slab.address(slot), slab.layout.nbytes)])
+    else:
+        slab.tensor[slot].sum()
+
+
 def limit_pins(gpu: Gpu, limit: int) -> None:
     """Lock no more than ``limit`` bytes of arenas."""
     real, left = gpu.pin, [limit]

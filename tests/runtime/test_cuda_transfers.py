@@ -14,6 +14,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from cuda_runs import DEVICES, check_faults, open_gpu_of, read
 from cuda_standin import Point, StandIn
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from daop.runtime.cuda.compute import make_group, make_windows
 from daop.runtime.cuda.launches import from_staging
 from daop.runtime.cuda.mailbox import BLOCK, Inbox, Outbox
 from daop.runtime.cuda.slabs import DeviceMemory
-from daop.runtime.cuda.streams import PinError
+from daop.runtime.cuda.streams import Gpu, PinError
 from daop.runtime.cuda.transfers import LinkTransfers
 from daop.runtime.files import FileReader
 from daop.runtime.layout import ExpertLayout
@@ -70,7 +71,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @contextmanager
 def transfers(
-    files: Files, gpu: StandIn, *, ram: float = 99, depth: int = 2 * CHUNK
+    files: Files, gpu: Gpu, *, ram: float = 99, depth: int = 2 * CHUNK
 ) -> Iterator[tuple[LinkTransfers, DeviceMemory]]:
     checkpoint = cast(Checkpoint, files)
     reader = FileReader(files.files, direct_io=False, largest=1 << 20)
@@ -79,6 +80,7 @@ def transfers(
     memory = DeviceMemory(gpu, files.layouts, [EXPERTS], 2)
     for slab in (*memory.slabs, *memory.staging):
         slab.tensor.fill_(0xEE)
+    gpu.synchronize()
     engine = LinkTransfers(checkpoint, gpu, memory, weights, reader, chunk=CHUNK, depth=depth)
     try:
         yield engine, memory
@@ -87,15 +89,14 @@ def transfers(
         gpu.synchronize()
         weights.close()
         reader.close()
-    assert gpu.faults == []
-    assert gpu.locked == {}
+    check_faults(gpu)
 
 
 def slot(memory: DeviceMemory, number: int, *, staged: bool = False) -> bytes:
     """The slot's stored bytes; what lies between parts is nobody's."""
     tensor = (memory.staging if staged else memory.slabs)[0].tensor[number]
     parts = [tensor[part.offset : part.offset + part.nbytes] for part in LAYOUT.parts]
-    return bytes(torch.cat(parts).tolist())
+    return bytes(torch.cat(parts).cpu().tolist())
 
 
 def stored(files: Files, flat: int) -> bytes:
@@ -105,8 +106,11 @@ def stored(files: Files, flat: int) -> bytes:
 
 @pytest.mark.parametrize(("pin_limit", "ram"), [(1 << 40, 99), (0, 99), (1 << 40, 5), (1 << 40, 0)])
 @pytest.mark.parametrize("seed", [None, 1])
-def test_every_expert_arrives_whole(files: Files, pin_limit: int, ram: float, seed: int | None) -> None:
-    gpu = StandIn(None if seed is None else Random(seed), pin_limit=pin_limit)
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_expert_arrives_whole(
+    files: Files, pin_limit: int, ram: float, seed: int | None, device: str
+) -> None:
+    gpu = open_gpu_of(device, None if seed is None else Random(seed), pin_limit=pin_limit)
     with transfers(files, gpu, ram=ram) as (engine, memory):
         for flat in range(EXPERTS):
             engine.fetch(flat, EXPERTS - 1 - flat, demand=flat % 2 == 0)
@@ -117,18 +121,19 @@ def test_every_expert_arrives_whole(files: Files, pin_limit: int, ram: float, se
         assert engine.bytes_moved >= EXPERTS * LAYOUT.stored_bytes
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from("fspcwjx"), st.integers(0, EXPERTS - 1)), max_size=40),
-    st.integers(0, 1 << 16),
-    st.sampled_from([99, 6, 0]),
+    events=st.lists(st.tuples(st.sampled_from("fspcwjx"), st.integers(0, EXPERTS - 1)), max_size=40),
+    seed=st.integers(0, 1 << 16),
+    ram=st.sampled_from([99, 6, 0]),
 )
 def test_any_order_of_events_ends_each_fetch_once(
-    files: Files, events: list[tuple[str, int]], seed: int, ram: int
+    files: Files, device: str, events: list[tuple[str, int]], seed: int, ram: int
 ) -> None:
     """f demand, s speculation, p promote, c cancel, j join, x evict and compute; and at the end all that was
     told to have arrived has, and everything that was asked for was told once."""
-    gpu = StandIn(Random(seed))
+    gpu = open_gpu_of(device, Random(seed))
     with transfers(files, gpu, ram=ram) as (engine, memory):
         open_: set[int] = set()
         there: set[int] = set()
@@ -143,6 +148,8 @@ def test_any_order_of_events_ends_each_fetch_once(
             settle()
             if kind in "fs" and flat not in open_ | there:
                 memory.slabs[0].tensor[flat] = 0xEE
+                if device == "cuda":  # which fills on a stream of its own
+                    gpu.synchronize()
                 engine.fetch(flat, flat, demand=kind == "f")
                 open_.add(flat)
             elif kind == "p" and flat in open_:
@@ -155,7 +162,7 @@ def test_any_order_of_events_ends_each_fetch_once(
                 there.add(flat)
                 assert slot(memory, flat) == stored(files, flat)
             elif kind == "x" and flat in there:
-                gpu.note_reads([(memory.slabs[0].address(flat), LAYOUT.nbytes)])
+                read(gpu, memory.slabs[0], flat)
                 engine.used([memory.slabs[0].address(flat)])
                 there.remove(flat)
         engine.wait_idle()
@@ -246,8 +253,9 @@ def test_a_cancelled_fetch_leaves_the_slot_guarded(files: Files) -> None:
         assert slot(memory, 5) == stored(files, 6)
 
 
-def test_staging_slots_wait_for_the_computation_before(files: Files) -> None:
-    gpu = StandIn(Random(3))
+@pytest.mark.parametrize("device", DEVICES)
+def test_staging_slots_wait_for_the_computation_before(files: Files, device: str) -> None:
+    gpu = open_gpu_of(device, Random(3))
     with transfers(files, gpu) as (engine, memory):
         for flat in range(EXPERTS):
             number = flat % 2
@@ -255,13 +263,14 @@ def test_staging_slots_wait_for_the_computation_before(files: Files) -> None:
             engine.join(ticket)
             assert slot(memory, number, staged=True) == stored(files, flat)
             address = memory.staging[0].address(number)
-            gpu.note_reads([(address, LAYOUT.nbytes)])
+            read(gpu, memory.staging[0], number)
             engine.used([address])
 
 
-def test_what_shares_a_staging_slot_stays_in_order(files: Files) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_shares_a_staging_slot_stays_in_order(files: Files, device: str) -> None:
     """A copy that need not wait for a disk does not overtake one before it in the slot that must."""
-    with transfers(files, StandIn(Random(0)), ram=6) as (engine, _):
+    with transfers(files, open_gpu_of(device, Random(0)), ram=6) as (engine, _):
         weights = engine._weights
         order = sorted(range(EXPERTS), key=weights.in_ram)  # those on disk first
         launches = from_staging(order, 2, engine, weights)
@@ -273,8 +282,9 @@ def test_what_shares_a_staging_slot_stays_in_order(files: Files) -> None:
         engine.wait_idle()
 
 
-def test_a_read_error_names_the_expert_and_the_file(files: Files) -> None:
-    with transfers(files, StandIn(Random(0)), ram=0) as (engine, _):
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_read_error_names_the_expert_and_the_file(files: Files, device: str) -> None:
+    with transfers(files, open_gpu_of(device, Random(0)), ram=0) as (engine, _):
 
         def fail(file: int, offset: int, out: object) -> None:
             raise OSError(5, "I/O error")
@@ -289,9 +299,10 @@ def test_a_read_error_names_the_expert_and_the_file(files: Files) -> None:
         assert list(engine.poll()) == []
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_dying_threads_end_in_an_error_not_a_hang(files: Files) -> None:
-    with transfers(files, StandIn(Random(0)), ram=0) as (engine, _):
+def test_dying_threads_end_in_an_error_not_a_hang(files: Files, device: str) -> None:
+    with transfers(files, open_gpu_of(device, Random(0)), ram=0) as (engine, _):
 
         def die(file: int, offset: int, out: object) -> None:
             raise SystemExit(1)
@@ -398,10 +409,11 @@ def test_parts_are_seen_over_all_slots() -> None:
 # -- small transfers -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(0, 100))
-def test_what_is_sent_and_brought_is_the_same(sizes: list[int], seed: int) -> None:
-    gpu = StandIn(Random(seed))
+@given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=6), seed=st.integers(0, 100))
+def test_what_is_sent_and_brought_is_the_same(device: str, sizes: list[int], seed: int) -> None:
+    gpu = open_gpu_of(device, Random(seed))
     outbox, inbox = Outbox(gpu), Inbox(gpu)
     random = np.random.default_rng(seed)
     for _ in range(3):
@@ -412,19 +424,21 @@ def test_what_is_sent_and_brought_is_the_same(sizes: list[int], seed: int) -> No
         for array, tensor in zip([*arrays, arrays[0]], back, strict=True):
             assert array.tolist() == tensor.tolist()
         inbox.reset()
-    assert gpu.faults == []
+    check_faults(gpu)
 
 
-def test_large_tensors_travel_in_pieces() -> None:
-    gpu = StandIn(Random(0))
+@pytest.mark.parametrize("device", DEVICES)
+def test_large_tensors_travel_in_pieces(device: str) -> None:
+    gpu = open_gpu_of(device, Random(0))
     tensor = torch.randn(2 * BLOCK // 4 // 1024 + 7, 1024)
     outbox, inbox = Outbox(gpu), Inbox(gpu)
     there = inbox.send_large(tensor)
-    assert torch.equal(there, tensor)
+    assert there.device == gpu.device
+    assert torch.equal(there.cpu(), tensor)
     assert torch.equal(outbox.bring_large(there), tensor)
     assert all(buffer.numel() <= BLOCK for buffer in inbox._host)
     assert outbox._host.numel() <= BLOCK
-    assert gpu.faults == []
+    check_faults(gpu)
 
 
 def test_reusing_a_pinned_buffer_too_early_shows() -> None:
