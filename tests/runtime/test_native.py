@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,5 +180,20 @@ def test_under_sanitizers(tmp_path: Path) -> None:
         pytest.skip("this compiler has no sanitizer libraries")
     assert built.returncode == 0, built.stderr
     ran = subprocess.run([driver], capture_output=True, text=True, check=False, timeout=200)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.endswith("runs\n")
+
+
+def test_on_aarch64_in_emulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same driver, built for ARM and run by qemu where both are installed."""
+    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+    if compiler is None or emulator is None:
+        pytest.skip("needs g++-aarch64-linux-gnu and qemu-user")
+    monkeypatch.setenv("CXX", compiler)
+    driver = tmp_path / "driver"
+    source = Path(__file__).with_name("kernels_driver.cpp")
+    command = native_library.compile_command(driver, ("-O1", "-static"), source)
+    subprocess.run(command, capture_output=True, text=True, check=True)
+    ran = subprocess.run([emulator, driver], capture_output=True, text=True, check=False, timeout=200)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.endswith("runs\n")
