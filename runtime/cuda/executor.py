@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from daop.core import Forecast, Phase, Step
-from daop.runtime.batch import Batch, group
+from daop.runtime.batch import group
 from daop.runtime.checkpoint import Checkpoint
 from daop.runtime.conductor import Conductor, Work
 from daop.runtime.early import Decided, Started
@@ -32,7 +29,7 @@ from daop.runtime.recording import Recorder
 from .arenas import HostWeights
 from .compute import WINDOW, DeviceBatch, DeviceExperts, Group, Sent, make_group
 from .cores import CoreBinding
-from .early_calls import NOTHING, EarlyCalls, Served
+from .host_share import HostShare, Seen
 from .launches import Launch, from_slots, from_staging
 from .mailbox import Inbox, Outbox
 from .slabs import DeviceMemory
@@ -42,18 +39,6 @@ from .transfers import LinkTransfers
 
 BESIDE_BYTES = 1 << 20  # hidden states of so many bytes come along with the router's choice
 UNSEEN = 4096  # layers of which the host has not counted the requests, at most
-
-
-@dataclass(kw_only=True, eq=False, slots=True)
-class Seen:
-    """What the host knows of a layer: its choices, ``hidden`` [T, H] (None: large, and not asked for yet),
-    what is announced of the next layer's input, and what of this one was computed early."""
-
-    batch: Batch
-    hidden: torch.Tensor | None
-    forecasts: list[Forecast]
-    announced: torch.Tensor | None
-    served: Served
 
 
 class CudaExecutor(Executor):
@@ -83,11 +68,12 @@ class CudaExecutor(Executor):
         self._weights = weights
         self._transfers = transfers
         self._device = device_compute
-        self._host = host_compute
+        self._host = HostShare(
+            conductor, transfers, weights, host_compute, CoreBinding(enabled=gpu.device.type == "cuda")
+        )
         self._shrink = shrink
         self._outbox = Outbox(gpu)
         self._inbox = Inbox(gpu)
-        self._threads = CoreBinding(enabled=gpu.device.type == "cuda")
         self._waits: list[tuple[str, Mark, Mark]] = []  # what the device waited for, not yet read off
         self._counts: list[tuple[Phase, int, torch.Tensor]] = []  # choices that the host has not seen: [E]
         self._calm = False  # every expert is resident
@@ -99,18 +85,13 @@ class CudaExecutor(Executor):
         self._can_be_calm = all(compute.groups_from > 0 for compute in device_compute) and (
             max(checkpoint.geometry.experts) <= WINDOW
         )
-        self._host_weights: dict[int, torch.Tensor] = {}  # flat id -> its bytes
-        self._early: EarlyCalls | None = None  # with an approximate policy
 
     def close(self) -> None:
         """End the thread that computes early calls."""
-        if self._early is not None:
-            self._early.close()
+        self._host.close()
 
     def expect(self, layer: int, decided: Decided, started: Started | None) -> None:
-        if self._early is None:
-            self._early = EarlyCalls(self.conductor, self._transfers, self._compute_call)
-        self._early.expect(layer, decided, started)
+        self._host.expect(layer, decided, started)
 
     def start(self) -> None:
         self._await(self.conductor.start())
@@ -242,7 +223,7 @@ class CudaExecutor(Executor):
         """The router's choice, the forecasts, what starts early, and hidden if it is small, on the host: one
         copy, one wait."""
         ahead = self._look_ahead(layer, hidden)
-        guess = None if self._early is None else self._early.input
+        guess = self._host.announced
         small = hidden.numel() * hidden.element_size() <= BESIDE_BYTES
         beside = [tensor for tensor in (guess, hidden if small else None) if tensor is not None]
         seen = self._outbox.bring([ids, weights.float(), *(chance for _, chance in ahead), *beside])
@@ -259,11 +240,12 @@ class CudaExecutor(Executor):
             self._record(self.recorder, layer, seen[0], seen[1])
         nothing = torch.empty(len(ids), 0)  # the rows stay on the device
         return Seen(
+            base=self._offsets[layer],
             batch=group(nothing, seen[0], seen[1].clone(), self.checkpoint.geometry.experts[layer]),
             hidden=seen[-1] if small else None,
             forecasts=forecasts,
             announced=None if guess is None else seen[2 + len(ahead)].clone(),
-            served=NOTHING if self._early is None else self._early.collect(seen[0].numpy()),
+            served=self._host.collect(seen[0].numpy()),
         )
 
     def _run(
@@ -272,7 +254,7 @@ class CudaExecutor(Executor):
         """Launch what the device computes, compute the host's share, join them. Returns the result, and the
         seconds in which this thread launched and computed."""
         began = time.perf_counter()
-        work = self._rest(work, seen, step)
+        work = seen.rest(work)
         away = [flat for flat in work.host if not self._weights.in_ram(flat)]
         here = [flat for flat in work.host if self._weights.in_ram(flat)]
         staging = self._memory.staging[self._memory.class_of_layer[step.layer]].count
@@ -281,9 +263,11 @@ class CudaExecutor(Executor):
         launches = [*from_slots(work, slot_of, self._transfers), *streams]
         compute = self._device[step.layer]
         on_device = compute.begin(hidden, weights)
-        groups = [make_group(launch.slots, self._pairs(seen, step, launch.flats)) for launch in launches]
+        groups = [make_group(launch.slots, seen.pairs(launch.flats)) for launch in launches]
         todo = list(zip(launches, groups, self._send(groups), strict=True))
-        share = self._give_host(step, here, seen, hidden)
+        if self._host.at_once(step) and here and seen.hidden is None:
+            seen.hidden = self._outbox.bring_large(hidden)
+        share = self._host.give(step, here, seen)
         slow = [item for item in todo if not item[0].prompt]
         for item in todo:
             if item[0].prompt:
@@ -293,58 +277,11 @@ class CudaExecutor(Executor):
             ready = self._gpu.mark_compute(timed=True)
             if here and seen.hidden is None:
                 seen.hidden = self._outbox.bring_large(hidden)
-            beside = self._inbox.send_large(self._host_sum(share, seen, len(hidden)))
+            beside = self._inbox.send_large(self._host.total(share, seen, len(hidden)))
             self._waits.append(("host", ready, self._gpu.mark_compute(timed=True)))
         for item in slow:
             self._launch(step, compute, on_device, *item)
         return compute.finish(on_device, beside), time.perf_counter() - began
-
-    def _rest(self, work: Work, seen: Seen, step: Step) -> Work:
-        """``work`` without those experts of which nothing is left to be computed. What is on its way into a
-        slot is waited for all the same."""
-        if not seen.served.taken:
-            return work
-        left = {
-            flat
-            for flat, pairs in zip(step.experts, self._pairs(seen, step, step.experts), strict=True)
-            if len(pairs)
-        }
-        return replace(
-            work,
-            ready=[flat for flat in work.ready if flat in left],
-            stream=[flat for flat in work.stream if flat in left],
-            host=[flat for flat in work.host if flat in left],
-        )
-
-    def _give_host(
-        self, step: Step, here: Sequence[int], seen: Seen, hidden: torch.Tensor
-    ) -> Callable[[], torch.Tensor] | None:
-        """What the CPU has to do: its share of this layer, then what starts early. Gives how to have the
-        share, [T, H] float32; None: there is none."""
-
-        def work() -> torch.Tensor:
-            return self._compute_on_host(step, here, seen)
-
-        early = self._early
-        if early is None:
-            return work if here else None  # in this thread, when it is asked for
-        if step.phase is Phase.PREFILL:  # nothing starts early
-            return (lambda: early.submit(work).result()) if here else None
-        if here and seen.hidden is None:
-            seen.hidden = self._outbox.bring_large(hidden)
-        share = early.submit(work) if here else None
-        early.start(seen.announced, self._weights.in_ram)
-        return None if share is None else share.result
-
-    def _host_sum(self, share: Callable[[], torch.Tensor] | None, seen: Seen, rows: int) -> torch.Tensor:
-        """[T, H] float32: what the CPU computed, now and early."""
-        width = self._host[0].form.hidden
-        total = torch.zeros(rows, width) if share is None else share()
-        if seen.served.taken:
-            assert self._early is not None
-            seen.served.add_to(total, seen.batch.weights, seen.batch.top_k)
-            self._early.finish(seen.served)
-        return total
 
     def _launch(
         self,
@@ -385,48 +322,6 @@ class CudaExecutor(Executor):
             out.append(Sent(pairs, slots, ends))
             at += len(some)
         return out
-
-    def _pairs(self, seen: Seen, step: Step, flats: Sequence[int]) -> list[NDArray[np.int64]]:
-        """What is left to be computed of each."""
-        base, batch = self._offsets[step.layer], seen.batch
-        positions = [batch.positions[flat - base] for flat in flats]
-        return [seen.served.left(batch.pairs[batch.starts[at] : batch.starts[at + 1]]) for at in positions]
-
-    def _compute_on_host(self, step: Step, flats: Sequence[int], seen: Seen) -> torch.Tensor:
-        """[T, H] float32: the sum over the experts that the CPU computes, from where they lie."""
-        assert seen.hidden is not None
-        batch = seen.batch
-        base = self._offsets[step.layer]
-        count = self.checkpoint.geometry.experts[step.layer]
-        ids = torch.full((step.rows * batch.top_k,), count)  # padding, but for the host's share
-        for flat, pairs in zip(flats, self._pairs(seen, step, flats), strict=True):
-            ids[torch.from_numpy(pairs)] = flat - base
-        self._threads.bind()
-        compute = self._host[step.layer]
-        weights = batch.weights.view(step.rows, batch.top_k)
-        began = self._transfers.now
-        share = compute.begin(seen.hidden, ids.view(step.rows, batch.top_k), weights)
-        compute.run(share, [flat - base for flat in flats], [self._bytes(flat) for flat in flats])
-        total = compute.total(share)
-        if self.conductor.watchers:
-            self.conductor.span("host", "compute", began, self._transfers.now, flats)
-        return total
-
-    def _compute_call(self, layer: int, flat: int, x: torch.Tensor) -> torch.Tensor:
-        """x [n, H] -> what one expert makes of it, [n, H] float32."""
-        self._threads.bind()
-        compute = self._host[layer]
-        expert = flat - self._offsets[layer]
-        share = compute.begin(x, torch.full((len(x), 1), expert), torch.ones(len(x), 1))
-        compute.run(share, [expert], [self._bytes(flat)])
-        return compute.total(share)
-
-    def _bytes(self, flat: int) -> torch.Tensor:
-        """An expert's bytes in host memory."""
-        known = self._host_weights.get(flat)
-        if known is None:
-            known = self._host_weights[flat] = torch.from_numpy(self._weights.array(flat))
-        return known
 
     def _read_off_waits(self) -> float:
         """Book the times that the device waited, of layers that have ended; returns their sum, seconds."""

@@ -96,15 +96,15 @@ def test_a_request_gives_the_same_alone_and_in_a_batch(model: Path, name: str, d
 
 def early_calls(runtime: Runtime, around: Callable[[], None]) -> list[tuple[int, int]]:
     """(layer, rows) of every early call that is computed from now on; ``around`` is called before it is."""
-    executor, done = machinery(runtime).executor, []
-    real = executor._compute_call
+    host, done = machinery(runtime).executor._host, []
+    real = host.compute_call
 
     def compute(layer: int, flat: int, x: torch.Tensor) -> torch.Tensor:
         around()
         done.append((layer, len(x)))
         return real(layer, flat, x)
 
-    executor._compute_call = compute  # type: ignore[method-assign]
+    host.compute_call = compute  # type: ignore[method-assign]
     return done
 
 
@@ -118,8 +118,8 @@ def test_calls_are_computed_before_they_are_due(model: Path, wanted: Any, name: 
         real, waited = executor._bring, []
 
         def bring(*given: Any) -> Any:
-            if executor._early is not None:
-                for call in executor._early._due:
+            if executor._host._early is not None:
+                for call in executor._host._early._due:
                     waited.append(call.result.result(timeout=20))
             return real(*given)
 
