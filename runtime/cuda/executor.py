@@ -134,6 +134,7 @@ class CudaExecutor(Executor):
                 if (
                     self._calm
                     and not self.watchful
+                    and not self._host.owes
                     and self.recorder is None
                     and hidden.dtype == torch.bfloat16
                 ):
@@ -273,7 +274,7 @@ class CudaExecutor(Executor):
             if item[0].prompt:
                 self._launch(step, compute, on_device, *item)
         beside = None
-        if here or seen.served.taken:
+        if here or seen.served.taken or self._host.owes:
             ready = self._gpu.mark_compute(timed=True)
             if here and seen.hidden is None:
                 seen.hidden = self._outbox.bring_large(hidden)

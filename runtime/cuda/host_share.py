@@ -10,6 +10,7 @@ Shape legend: T tokens, K experts per token, n rows of one call, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -77,6 +78,9 @@ class HostShare:
         self._cores = cores
         self._bytes_of: dict[int, torch.Tensor] = {}
         self._early: EarlyCalls | None = None  # with an approximate policy
+        self._late_at: int | None = None  # the first of the rows whose calls are added a layer late
+        self._late: Future[torch.Tensor] | None = None  # [T, H], the running layer's
+        self._owed: Future[torch.Tensor] | None = None  # the layer's before, to be added to this one's
 
     def close(self) -> None:
         if self._early is not None:
@@ -87,6 +91,13 @@ class HostShare:
         if self._early is None:
             self._early = EarlyCalls(self._conductor, self._transfers, self.compute_call)
         self._early.expect(layer, decided, started)
+        self._late_at = decided.late_at
+        self._owed, self._late = (self._late if layer else None), None
+
+    @property
+    def owes(self) -> bool:
+        """Whether the layer before has left something to be added to this one's output."""
+        return self._owed is not None
 
     @property
     def announced(self) -> torch.Tensor | None:
@@ -106,7 +117,8 @@ class HostShare:
         share, [T, H] float32; None: there is none."""
 
         def work() -> torch.Tensor:
-            return self._run(step, flats, seen)
+            assert seen.hidden is not None
+            return self._run(step, flats, seen, seen.hidden[: self._late_at], 0)
 
         early = self._early
         if early is None:
@@ -114,32 +126,54 @@ class HostShare:
         if not self.at_once(step):  # nothing starts early
             return (lambda: early.submit(work).result()) if flats else None
         share = early.submit(work) if flats else None
+        if self._late_at is not None and flats and seen.hidden is not None:
+            late, at = seen.hidden[self._late_at :].clone(), self._late_at  # its memory is used again
+            self._late = early.submit(lambda: self._run(step, flats, seen, late, at, "deferred"))
         early.start(seen.announced, self._weights.in_ram)
         return None if share is None else share.result
 
     def total(self, share: Callable[[], torch.Tensor] | None, seen: Seen, rows: int) -> torch.Tensor:
-        """[T, H] float32: what the CPU computed, now and early."""
-        total = torch.zeros(rows, self._compute[0].form.hidden) if share is None else share()
+        """[T, H] float32: what the CPU computed, now, early, and of the layer before."""
+        done = None if share is None else share()
+        if done is not None and len(done) == rows:
+            total = done
+        else:
+            total = torch.zeros(rows, self._compute[0].form.hidden)
+            if done is not None:
+                total[: len(done)] = done
+        if self._owed is not None:
+            owed = self._owed.result()
+            total[: len(owed)] += owed
         if seen.served.taken and self._early is not None:
             seen.served.add_to(total, seen.batch.weights, seen.batch.top_k)
             self._early.finish(seen.served)
         return total
 
-    def _run(self, step: Step, flats: Sequence[int], seen: Seen) -> torch.Tensor:
-        """[T, H] float32: the sum over the experts of the share."""
-        assert seen.hidden is not None
+    def _run(
+        self,
+        step: Step,
+        flats: Sequence[int],
+        seen: Seen,
+        hidden: torch.Tensor,
+        at: int,
+        what: str = "compute",
+    ) -> torch.Tensor:
+        """[n, H] float32: of the rows ``hidden`` [n, H], which begin at row ``at``, the sum over the experts
+        of the share."""
         batch, compute = seen.batch, self._compute[step.layer]
+        rows = slice(at, at + len(hidden))
         ids = torch.full((step.rows * batch.top_k,), compute.count)  # padding, but for the share
         for flat, pairs in zip(flats, seen.pairs(flats), strict=True):
             ids[torch.from_numpy(pairs)] = flat - seen.base
         self._cores.bind()
         weights = batch.weights.view(step.rows, batch.top_k)
         began = self._transfers.now
-        share = compute.begin(seen.hidden, ids.view(step.rows, batch.top_k), weights)
-        compute.run(share, [flat - seen.base for flat in flats], [self._bytes(flat) for flat in flats])
+        share = compute.begin(hidden, ids.view(step.rows, batch.top_k)[rows], weights[rows])
+        compute.run(share, share.experts, [self._bytes(seen.base + expert) for expert in share.experts])
         total = compute.total(share)
-        if self._conductor.watchers:
-            self._conductor.span("host", "compute", began, self._transfers.now, flats)
+        if self._conductor.watchers and share.experts:
+            chosen = [seen.base + expert for expert in share.experts]
+            self._conductor.span("host", what, began, self._transfers.now, chosen)
         return total
 
     def compute_call(self, layer: int, flat: int, x: torch.Tensor) -> torch.Tensor:
