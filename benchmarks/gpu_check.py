@@ -256,6 +256,8 @@ def main(given: list[str] | None = None) -> int:
     seed = options.seed if options.seed is not None else int.from_bytes(os.urandom(4), "little")
     gpu: Gpu = CpuGpu() if options.dry_run else open_gpu()
     sizes = TINY if options.dry_run else LARGE
+    if options.folder is not None:
+        Path(options.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         state = State(
             gpu=gpu,

@@ -98,8 +98,11 @@ def fast_memory_bytes(text: str | None) -> int | None:
     return parse_size(text, "--fast-memory")
 
 
-def policy_options(pairs: list[str]) -> dict[str, Any]:
-    """``NAME=VALUE`` options of a policy; values are JSON where they can be read as such, else text."""
+def policy_options(pairs: list[str], tolerance: float | None = None) -> dict[str, Any]:
+    """``NAME=VALUE`` options of a policy; values are JSON where they can be read as such, else text.
+
+    ``tolerance`` is the option of that name.
+    """
     import json
 
     options: dict[str, Any] = {}
@@ -111,4 +114,6 @@ def policy_options(pairs: list[str]) -> dict[str, Any]:
             options[name] = json.loads(value)
         except ValueError:
             options[name] = value
+    if tolerance is not None:
+        options["tolerance"] = tolerance
     return options

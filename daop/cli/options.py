@@ -26,6 +26,9 @@ MaxNewTokens = Annotated[int, Option(min=1, help="Tokens to generate for each an
 Policy = Annotated[
     str, Option(help=f"Placement policy: {', '.join(runnable_policies())}; or module:Class for your own.")
 ]
+Tolerance = Annotated[
+    float | None, Option(help="Short for --policy-option tolerance=..., of the policy bounded.")
+]
 PolicyOption = Annotated[list[str] | None, Option(metavar="NAME=VALUE", help="An option of the policy.")]
 FastMemory = Annotated[
     str | None,

@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 from typer import Option
 
+from daop.cli.options import Tolerance
 from daop.cli.output import Output, mended
 from daop.config import DEFAULT_POLICY, RunConfig, fast_memory_bytes, policy_options
 from daop.core import DaopError
@@ -34,9 +35,7 @@ def quality(
     policy_option: Annotated[
         list[str] | None, Option(metavar="NAME=VALUE", help="An option of the policy.")
     ] = None,
-    tolerance: Annotated[
-        float | None, Option(help="Short for --policy-option tolerance=..., of the policy bounded.")
-    ] = None,
+    tolerance: Tolerance = None,
     candidate: Annotated[
         str | None,
         Option(metavar="MODEL", help="Judge this version of the model instead, a packed one, say."),
@@ -74,9 +73,7 @@ def quality(
     from daop import machine
     from daop.runtime.policies.base import make_policy
 
-    options = policy_options(policy_option or [])
-    if tolerance is not None:
-        options["tolerance"] = tolerance
+    options = policy_options(policy_option or [], tolerance)
     exactly = make_policy(policy, options=options).exact  # what it refuses is said before a model is loaded
     exact = RunConfig(
         model=model,

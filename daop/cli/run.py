@@ -16,7 +16,7 @@ from daop.config import DEFAULT_POLICY, RunConfig, fast_memory_bytes, policy_opt
 from daop.core import DaopError
 from daop.policy_quality import refuse_approximate
 from daop.prompts import Message, Prompt, encode, from_text, read_prompts
-from daop.runtime.policies.base import POLICIES
+from daop.runtime.policies.base import POLICIES, make_policy
 
 if TYPE_CHECKING:
     from daop.api import Runtime
@@ -34,6 +34,7 @@ def run(
     max_new_tokens: options.MaxNewTokens = 64,
     policy: options.Policy = DEFAULT_POLICY,
     policy_option: options.PolicyOption = None,
+    tolerance: options.Tolerance = None,
     exact: options.Exact = False,
     fast_memory: options.FastMemory = None,
     ecr: options.Ecr = None,
@@ -63,13 +64,16 @@ def run(
     asked = gather(prompt or [], prompts, limit)
     if exact:
         refuse_approximate([policy])
+    chosen = policy_options(policy_option or [], tolerance)
+    if chosen:
+        make_policy(policy, options=chosen)  # what it refuses is said before a model is loaded
     if not POLICIES.get(policy).exact:  # a misspelt name is said here too, before a model is loaded
         output.say(f"--policy {policy}: the output is approximate; `daop quality` measures by how much")
     config = RunConfig(
         model=model,
         device=device,
         policy=policy,
-        policy_options=policy_options(policy_option or []),
+        policy_options=chosen,
         fast_memory=fast_memory_bytes(fast_memory),
         ecr=ecr,
         direct_io=direct_io,

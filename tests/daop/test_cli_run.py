@@ -95,6 +95,8 @@ def test_the_chat_template_is_applied(tmp_path: Path) -> None:
         (("--prompt", "x", "--policy", "best"), "unknown policy 'best'; known: .*lru"),
         (("--prompt", "x", "--policy", "nowhere:Best"), "PYTHONPATH"),
         (("--prompt", "x", "--policy-option", "colour=red"), "no option colour"),
+        (("--prompt", "x", "--policy", "bounded", "--tolerance", "-1"), "--tolerance is -1"),
+        (("--prompt", "x", "--policy", "lru", "--tolerance", "0.1"), "no option tolerance"),
         (("--prompt", "x", "--device", "abacus"), "--device abacus"),
         (("--prompt", "x", "--dtype", "int3"), "--dtype int3"),
         (("--prompt", "x", "--json", "/no/such/folder/x.json"), "--json /no/such"),
