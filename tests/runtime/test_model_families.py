@@ -24,13 +24,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [(family, {}) for family in tiny_model
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Any:
-    """The tensors are far too small for more than one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(
