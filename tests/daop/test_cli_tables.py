@@ -13,7 +13,7 @@ from daop import comparison
 from daop.cli.main import load_command
 from daop.cli.options import runnable_policies
 from daop.cli.train import leaderboard
-from daop.report.ranking import ranking
+from daop.report.ranking import quality_table, ranking
 from daop.runtime.policies.base import POLICIES
 
 
@@ -81,3 +81,25 @@ def test_a_run_is_offered_only_policies_that_can_run() -> None:
 def test_every_option_says_what_it_does(command: str) -> None:
     for parameter in load_command(command).params:
         assert getattr(parameter, "help", None), parameter.name
+
+
+def test_quality_beside_speed() -> None:
+    """Judged on a model: every column; simulated without one: only the share of calls."""
+    named = ("perplexity", "perplexity_reference", "mean_kl", "p99_kl", "changed_tokens", "approximated")
+    values = (21.0, 20.0, 0.012, 0.25, 0.03, 0.4)
+    judged = {
+        name: {"value": value, "low": 0.01, "high": 0.02} for name, value in zip(named, values, strict=True)
+    }
+    common = {"ecr": 0.25, "tokens_per_second": 10.0}
+    rows: list[dict[str, Any]] = [
+        {"policy": "lru", "exact": True, **common},
+        {"policy": "daop", "exact": False, "quality": judged, **common},
+        {"policy": "deferral", "exact": False, "approximate": {"approximated": 3, "calls": 8}, **common},
+    ]
+    table = quality_table(rows)
+    assert table is not None
+    text = drawn(table)
+    assert "lru" not in text
+    for cell in ("daop ~", "1.2e-02 [1.0e-02, 2.0e-02]", "0.250", "3.0%", "40.0%", "x1.050", "37.5%"):
+        assert cell in text, cell
+    assert quality_table(rows[:1]) is None
