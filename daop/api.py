@@ -17,6 +17,7 @@ from daop.config import DEFAULT_POLICY
 from daop.core import DaopError
 from daop.forward_watch import ForwardWatch
 from daop.generation import Generation, OnText, generate, stream
+from daop.machine import asked_threads, read_cpu
 from daop.runtime.around import around
 from daop.runtime.checkpoint import Checkpoint, open_checkpoint
 from daop.runtime.costs import Hardware
@@ -75,6 +76,8 @@ def load(
     """
     say = progress or (lambda _, __: None)
     torch.manual_seed(seed)
+    if threads is None and not asked_threads():  # torch knows nothing of quotas
+        threads = min(torch.get_num_threads(), read_cpu().cores)
     if threads is not None:
         torch.set_num_threads(threads)
     say("reading the checkpoint's headers", 0.0)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from daop.core import DaopError
+from daop.machine import asked_threads
 from daop.units import parse_size
 
 if TYPE_CHECKING:
@@ -82,9 +82,7 @@ class RunConfig:
         OMP_NUM_THREADS is heeded. The size of the hot set is decided later, by ``plan_memory``, which knows
         the model.
         """
-        asked = os.environ.get("OMP_NUM_THREADS", "")
-        threads = self.threads or (int(asked) if asked.isdigit() else 0) or cpu.cores
-        return dataclasses.replace(self, threads=threads)
+        return dataclasses.replace(self, threads=self.threads or asked_threads() or cpu.cores)
 
     def load_options(self) -> dict[str, Any]:
         """Keyword arguments for ``daop.load``."""

@@ -95,6 +95,12 @@ def read_cpu(root: Path = ROOT, affinity: frozenset[int] | None = None) -> Cpu:
     )
 
 
+def asked_threads() -> int:
+    """What OMP_NUM_THREADS asks for; 0 if nothing (of a list, the first: that of the outermost loop)."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(asked) if asked.isdigit() else 0
+
+
 def physical_cores(root: Path = ROOT, affinity: frozenset[int] | None = None) -> list[int]:
     """One processor of every core that this process may use, ascending."""
     allowed = frozenset(os.sched_getaffinity(0)) if affinity is None else affinity

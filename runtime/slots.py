@@ -7,7 +7,6 @@ likes.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from .layout import ExpertLayout
+from .numa import map_memory
 
 
 class Slab:
@@ -22,13 +22,8 @@ class Slab:
 
     def __init__(self, layout: ExpertLayout, count: int) -> None:
         self.layout = layout
-        size = max(1, count * layout.nbytes)
-        memory = mmap.mmap(-1, size)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self.array: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)[
-            : count * layout.nbytes
-        ].reshape(count, layout.nbytes)
+        memory = map_memory(count * layout.nbytes)
+        self.array: NDArray[np.uint8] = memory.reshape(count, layout.nbytes)
         self.tensor = torch.from_numpy(self.array)
         self.nbytes = count * layout.nbytes
 

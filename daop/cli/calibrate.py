@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,8 +92,9 @@ def _set_threads(asked: int | None, cores: int) -> None:
     """As many as a run would compute with."""
     import torch
 
-    usual = os.environ.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(asked or (int(usual) if usual.isdigit() else 0) or cores)
+    from daop import machine
+
+    torch.set_num_threads(asked or machine.asked_threads() or cores)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import daop
 from daop import machine
 from daop.cli.output import Output
 from daop.core import DaopError
+from daop.runtime.numa import placement
 from daop.units import format_size
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def examine(model: str | None) -> dict[str, Any]:
         "system": platform.platform(),
         "cpu": dataclasses.asdict(machine.read_cpu()),
         "memory": dataclasses.asdict(machine.read_memory()),
+        "memory_nodes": dataclasses.asdict(placement()),
         "disk": dataclasses.asdict(machine.read_disk(here)),
         "gpus": [dataclasses.asdict(gpu) for gpu in machine.read_gpus()],
         "native_kernels": native_kernels(),
@@ -91,12 +93,14 @@ def choose(found: dict[str, Any], model: str | None, context: int, batch: int) -
     """What a run without options would use here, each with its reason."""
     cpu = found["cpu"]
     quota = f", a quota of {cpu['quota']:g}" if cpu["quota"] else ""
+    asked = machine.asked_threads()
+    there = f"{cpu['threads']} processors may be used{quota}, on {cpu['cores']} cores"
     choice: dict[str, Any] = {
         "device": "host",
         "device_reason": _device_reason(found),
         "cuda": found["cuda_problem"] or "can be used",
-        "threads": cpu["cores"],
-        "threads_reason": f"{cpu['threads']} processors may be used{quota}, on {cpu['cores']} cores",
+        "threads": asked or cpu["cores"],
+        "threads_reason": "OMP_NUM_THREADS says so" if asked else f"one a core: {there}",
     }
     if model is not None:
         from daop.runtime.checkpoint import open_checkpoint
@@ -162,6 +166,7 @@ def describe(found: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
                     f"{format_size(memory['total'])}, {format_size(memory['available'])} available; "
                     f"{format_size(memory['usable'])} may be used ({memory['source']})",
                 ),
+                ("experts in it", found["memory_nodes"]["said"]),
                 ("disk", f"{disk['path']}: {disk['filesystem']} on {disk['device']}, {kind}"),
                 ("", f"{format_size(disk['free'])} of {format_size(disk['total'])} free"),
                 *(gpus or [("GPU", "none")]),

@@ -7,7 +7,6 @@ small locked ring (see ``transfers``); experts beyond the budget of RAM stay in 
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from daop.core import Geometry
 from daop.runtime.checkpoint import Checkpoint
 from daop.runtime.codecs.base import TYPES
 from daop.runtime.layout import SAMPLE
+from daop.runtime.numa import map_memory
 from daop.runtime.transfers import CHUNK, Reader
 from daop.units import format_size
 
@@ -82,7 +82,7 @@ class HostWeights:
         places, self.arena_sizes = pack(sizes, arena_bytes)
         self._places = dict(zip(chosen, places, strict=True))
         self._nbytes = dict(zip(chosen, sizes, strict=True))
-        self._arenas = [_map(size) for size in self.arena_sizes]
+        self._arenas = [map_memory(size) for size in self.arena_sizes]
         self._addresses = [int(arena.ctypes.data) for arena in self._arenas]
         self.on_disk = geometry.total - len(chosen)
         self.refusal = ""
@@ -178,11 +178,3 @@ def _ends(checkpoint: Checkpoint, flat: int) -> list[tuple[int, int]]:
         found.append((part.offset, part.offset + looked))
         found.append((part.offset + part.nbytes - looked, part.offset + part.nbytes))
     return found
-
-
-def _map(size: int) -> NDArray[np.uint8]:
-    """Mapped memory, which begins at a page; huge pages make locking and reading it faster."""
-    memory = mmap.mmap(-1, max(1, size))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype=np.uint8)[:size]

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from daop.cli.main import COMMANDS, app, load_command
 from daop.cli.output import Output, printable, write_whole
 from daop.core import DaopError
+from daop.machine import physical_cores
 
 
 def test_doctor_describes_this_machine_and_a_model(tmp_path: Path) -> None:
@@ -27,6 +28,19 @@ def test_doctor_describes_this_machine_and_a_model(tmp_path: Path) -> None:
     assert found["memory"]["usable"] <= found["memory"]["total"]
     assert all(found["versions"].values())
     assert "This machine" in ran.stderr
+
+
+def test_doctor_says_how_many_threads_compute_and_where_experts_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(physical_cores())
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--json", "-"]).stdout)
+    assert found["choice"]["threads"] <= cores
+    assert f"on {found['cpu']['cores']} cores" in found["choice"]["threads_reason"]
+    assert found["memory_nodes"]["said"]
+    monkeypatch.setenv("OMP_NUM_THREADS", str(cores + 3))
+    ran = CliRunner().invoke(app, ["doctor"])
+    assert f"{cores + 3}: OMP_NUM_THREADS says so" in ran.stdout
+    assert "experts in it" in ran.stdout
 
 
 def test_doctor_still_describes_the_machine_when_the_model_is_at_fault() -> None:

@@ -41,6 +41,8 @@ def test_resolving_gives_a_new_configuration(monkeypatch: pytest.MonkeyPatch) ->
     assert dataclasses.replace(config, threads=3).resolved(cpu).threads == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert config.resolved(cpu).threads == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "2,1")  # of nested loops
+    assert config.resolved(cpu).threads == 2
     assert "model" not in config.load_options()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 1  # type: ignore[misc]
