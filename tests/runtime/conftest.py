@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+from daop.core import DaopError
+from daop.runtime import native_library
+from daop.runtime.native import Kernels
+
+VARIANTS = ["neon"] if platform.machine() == "aarch64" else ["avx512", "avx2", "portable"]
 
 
 @pytest.fixture(scope="module")
@@ -15,3 +24,24 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels as shipped, but with the AVX-512 code in halves, so that it runs on any AVX2 machine."""
+    path = tmp_path_factory.mktemp("native") / "_experts.so"
+    try:
+        command = native_library.compile_command(path, ("-shared", "-fPIC", "-DDAOP_EMULATE_AVX512"))
+    except DaopError as error:
+        pytest.skip(str(error))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.fixture(params=VARIANTS)
+def kernels(library: Path, request: pytest.FixtureRequest) -> Kernels:
+    """Every variant of them that this CPU can run."""
+    if request.param not in Kernels(library).variants:
+        pytest.skip(f"this CPU has no {request.param}")
+    return Kernels(library, request.param)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from coded_layers import CODECS, FORMS, definition, make_coded_layer
 from test_host_compute import Layer, make_form
-from test_native import VARIANTS, kernels, library  # noqa: F401
 
 from daop.runtime import native
 from daop.runtime.codecs.fp8 import Fp8
@@ -34,14 +33,14 @@ def check(layer: Layer, with_kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("form", FORMS)
-def test_every_variant_computes_every_codec(form: str, name: str, kernels: Kernels) -> None:  # noqa: F811
+def test_every_variant_computes_every_codec(form: str, name: str, kernels: Kernels) -> None:
     shape, fused = FORMS[form]
     for tokens in (1, 3, 22):
         check(make_coded_layer(CODECS[name], shape, tokens=tokens, fused=fused), kernels)
 
 
 @pytest.mark.parametrize("name", [name for name in CODECS if name != "mxfp4"])
-def test_odd_shapes(name: str, kernels: Kernels) -> None:  # noqa: F811
+def test_odd_shapes(name: str, kernels: Kernels) -> None:
     for hidden, inner in ((1, 1), (31, 33), (65, 130), (260, 7), (129, 300), (4230, 70)):
         for tokens in (1, 6):
             layer = make_coded_layer(CODECS[name], make_form(hidden, inner), tokens=tokens)
@@ -53,7 +52,7 @@ def test_odd_shapes(name: str, kernels: Kernels) -> None:  # noqa: F811
 def test_dtypes_beside_the_weights(
     hidden: torch.dtype,
     bias: torch.dtype,
-    kernels: Kernels,  # noqa: F811
+    kernels: Kernels,
 ) -> None:
     for codec in (Integers(8, 64), Mxfp4()):
         layer = make_coded_layer(codec, FORMS["gpt_oss"][0], tokens=4, bias=bias)
@@ -62,7 +61,7 @@ def test_dtypes_beside_the_weights(
 
 
 @pytest.mark.parametrize("name", ["int8-32", "int4-64", "fp8", "mxfp4"])
-def test_no_bit_depends_on_address_or_threads(name: str, kernels: Kernels) -> None:  # noqa: F811
+def test_no_bit_depends_on_address_or_threads(name: str, kernels: Kernels) -> None:
     layer = make_coded_layer(CODECS[name], make_form(160, 480), tokens=5, count=8)
     experts = HostExperts(layer.layout, layer.form, layer.count, kernels=kernels)
     wanted = layer.run(experts)
@@ -82,7 +81,7 @@ def test_no_bit_depends_on_address_or_threads(name: str, kernels: Kernels) -> No
 def test_activations_that_are_not_finite_stay_visible(
     value: float,
     name: str,
-    kernels: Kernels,  # noqa: F811
+    kernels: Kernels,
 ) -> None:
     layer = make_coded_layer(CODECS[name], make_form(160, 96), tokens=3)
     layer.hidden[1, 70] = value
@@ -91,7 +90,7 @@ def test_activations_that_are_not_finite_stay_visible(
     assert out[[0, 2]].isfinite().all()
 
 
-def test_weights_that_are_not_finite_stay_visible(kernels: Kernels) -> None:  # noqa: F811
+def test_weights_that_are_not_finite_stay_visible(kernels: Kernels) -> None:
     for codec, at in ((Integers(8, 64), "gate_up_scale"), (Mxfp4(), "gate_up_scale"), (Fp8(), "gate_up")):
         layer = make_coded_layer(codec, make_form(192, 96), tokens=2, top_k=1)
         layer.ids = torch.tensor([[0], [1]])
@@ -105,7 +104,7 @@ def test_weights_that_are_not_finite_stay_visible(kernels: Kernels) -> None:  # 
         assert out[1].isfinite().all()
 
 
-def test_extreme_values(kernels: Kernels) -> None:  # noqa: F811
+def test_extreme_values(kernels: Kernels) -> None:
     """The largest products that 16 and 32 bits must hold, and groups of zeros and of tiny numbers."""
     for bits in (4, 8):
         for group in (32, 64, 128):
@@ -122,7 +121,7 @@ def test_extreme_values(kernels: Kernels) -> None:  # noqa: F811
             check(layer, kernels)
 
 
-def test_every_byte_of_fp8_and_mxfp4(kernels: Kernels) -> None:  # noqa: F811
+def test_every_byte_of_fp8_and_mxfp4(kernels: Kernels) -> None:
     """All values of both formats, one at a time, in every column of a block."""
     for codec, values in ((Fp8(), 256), (Mxfp4(), 256)):
         layer = make_coded_layer(codec, make_form(64, 256, "relu", gated=False), tokens=1, top_k=1)
