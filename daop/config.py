@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from daop.machine import Cpu
 
 DEFAULT_POLICY = "adaptive"
+MOST_THREADS = 1024  # OpenMP ends the process where it cannot start as many as it was asked for
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -62,6 +63,10 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DaopError(f"--{name} is {value}, but must be at least 1")
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise DaopError(
+                f"--threads is {self.threads}, but must be at most {MOST_THREADS}: one a core is best"
+            )
         if not 0 <= self.seed < 1 << 64:
             raise DaopError(f"--seed is {self.seed}, but must lie between 0 and 2**64 - 1")
 

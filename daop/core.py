@@ -168,12 +168,14 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Names to classes, filled by decorators and read by the CLI, tests and benchmarks.
 
-    ``get`` also accepts ``module:Name`` for a person's own class in any importable module.
+    ``get`` also accepts ``module:Name`` for a person's own class in any importable module; it must be a
+    subclass of ``base``, if there is one.
     """
 
-    def __init__(self, kind: str, package: str) -> None:
+    def __init__(self, kind: str, package: str, base: type | None = None) -> None:
         self.kind = kind
         self._package = package
+        self._base = base
         self._items: dict[str, T] = {}
         self._loaded = False
 
@@ -218,8 +220,15 @@ class Registry(Generic[T]):
         module, _, attribute = name.partition(":")
         try:
             item: T = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, ValueError, TypeError) as error:  # the last two: no such names
             raise DaopError(
                 f"cannot import {self.kind} {name!r}: {error}; is the module on PYTHONPATH?"
             ) from error
+        except SyntaxError as error:
+            raise DaopError(f"cannot import {self.kind} {name!r}: {error}") from error
+        if self._base is not None and not (isinstance(item, type) and issubclass(item, self._base)):
+            raise DaopError(
+                f"{self.kind} {name!r} is not a class derived from {self._base.__module__}."
+                f"{self._base.__name__}: name one that is"
+            )
         return item

@@ -9,6 +9,8 @@ from daop.core import DaopError
 _BINARY = ("", "K", "M", "G", "T", "P")
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGTP]?)(I?B?)", re.IGNORECASE | re.ASCII)
 
+LARGEST = 1 << 60  # of the number alone, far beyond any memory or disk, far below where floats end
+
 
 def parse_size(text: str, flag: str = "size") -> int:
     """Bytes of a size; ``flag`` names it in the error.
@@ -19,6 +21,8 @@ def parse_size(text: str, flag: str = "size") -> int:
     if match is None or (match[3].upper() == "I"):
         raise DaopError(f"{flag} is {text!r}, not a size; write for example 2GiB, 500MB, 1.5G or 4096")
     number, prefix, suffix = float(match[1]), match[2].upper(), match[3].upper()
+    if number > LARGEST:
+        raise DaopError(f"{flag} is {text[:40]!r}, more than anything holds; write for example 2GiB")
     base = 1000 if prefix and suffix == "B" else 1024
     return int(number * base ** _BINARY.index(prefix))
 

@@ -116,7 +116,7 @@ class Reuse(Predictor):
         """
 
 
-PREDICTORS: Registry[type[Predictor]] = Registry("predictor", "daop.predictors")
+PREDICTORS: Registry[type[Predictor]] = Registry("predictor", "daop.predictors", Predictor)
 
 
 def names_of(kind: Literal["next", "reuse"]) -> list[str]:

@@ -149,20 +149,28 @@ class TraceRecorder:
 
     def _check(self) -> None:
         if self._failure is not None:
+            kept = (
+                "what was written before is kept in {0}.partial" if self._writer.rows else "nothing is kept"
+            )
             raise DaopError(
-                f"recording to {self._writer.path} failed: {self._failure}; what was written before is "
-                f"kept in {self._writer.path}.partial; free the disk or choose another path"
+                f"recording to {self._writer.path} failed: {self._failure}; "
+                f"{kept.format(self._writer.path)}; free the disk or choose another path"
             ) from self._failure
 
     def close(self) -> None:
         """Write what is left and make the file appear. A forward that never ended is not part of it."""
         self._stop()
+        if self._failure is not None and not self._writer.rows:
+            self._writer.abort()
         self._check()
         self._writer.close()
 
     def keep_partial(self) -> None:
-        """Stop after an error: flush, but leave the recording marked as unfinished."""
+        """Stop after an error: flush, but leave the recording marked as unfinished. Without a row group there
+        is none, and the next try finds nothing in its way."""
         self._stop()
+        if not self._writer.rows:
+            self._writer.abort()
 
     def _stop(self) -> None:
         if self._worker.is_alive():

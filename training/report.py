@@ -101,6 +101,8 @@ def _unseen(trace: Trace, folder: Path, progress: Callable[[str], None]) -> Trac
 def _fit_here(
     name: str, path: Path, trace: Trace, train_on: Path | None, seed: int, progress: Callable[[str], None]
 ) -> tuple[dict[str, Predictor], Trace]:
+    if "/" in name or Path(name).exists():
+        raise DaopError(f"there is no folder {name}: give one that `daop train` wrote, or a predictor's name")
     cls = PREDICTORS.get(name)
     if train_on is None:
         split = split_by_sequence(trace, seed=seed)

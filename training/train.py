@@ -54,8 +54,6 @@ class Options:
             raise DaopError(f"--target is {self.target!r}, but must be next or reuse")
         if self.predictor != "all":
             cls = PREDICTORS.get(self.predictor)
-            if not (isinstance(cls, type) and issubclass(cls, Predictor)):
-                raise DaopError(f"{self.predictor} is not a daop.predictors.base.Predictor")
             if self.target is not None and cls.kind != self.target:
                 raise DaopError(f"{self.predictor} forecasts {cls.kind}, not {self.target}; drop --target")
             return [self.predictor]

@@ -137,10 +137,17 @@ class TraceWriter:
             self.abort()
             raise DaopError(f"nothing was recorded, so {self.path} was not written")
         hidden = self._folder / "joined.tmp"
-        with pq.ParquetWriter(hidden, pq.read_schema(self._parts[0]), **_OPTIONS) as out:
-            for part in self._parts:
-                out.write_table(pq.read_table(part), row_group_size=2 * ROW_GROUP)
-        os.replace(hidden, self.path)
+        try:
+            with pq.ParquetWriter(hidden, pq.read_schema(self._parts[0]), **_OPTIONS) as out:
+                for part in self._parts:
+                    out.write_table(pq.read_table(part), row_group_size=2 * ROW_GROUP)
+            os.replace(hidden, self.path)
+        except OSError as error:
+            hidden.unlink(missing_ok=True)
+            raise DaopError(
+                f"cannot write {self.path} ({error}); all of the recording is in {self._folder}, which "
+                f"`daop trace info {self.path}` and every other command read in its place"
+            ) from error
         shutil.rmtree(self._folder)
 
     def abort(self) -> None:
@@ -167,15 +174,21 @@ def write_trace(trace: Trace | CountsTrace, path: str | Path) -> None:
     """Write a whole trace; the file appears complete or not at all."""
     path = Path(path)
     if isinstance(trace, CountsTrace):
-        path.parent.mkdir(parents=True, exist_ok=True)
         hidden = path.with_name(path.name + ".tmp")
-        _write_table(_counts_table(trace), hidden)
-        os.replace(hidden, path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write_table(_counts_table(trace), hidden)
+            os.replace(hidden, path)
+        except OSError as error:
+            hidden.unlink(missing_ok=True)
+            raise DaopError(f"cannot write {path} ({error}); choose another -o") from error
         return
     writer = TraceWriter(path, trace.geometry, trace.source)
     try:
         writer.write(trace)
-    except BaseException:
+        writer.close()
+    except BaseException as error:
         writer.abort()
+        if isinstance(error, OSError):
+            raise DaopError(f"cannot write {path} ({error}); choose another -o") from error
         raise
-    writer.close()

@@ -61,6 +61,7 @@ def run(
     output = Output(json)
     check_output("--html", html, force)
     check_output("--timeline", timeline, force)
+    check_output("--trace", trace, force)
     asked = gather(prompt or [], prompts, limit)
     if exact:
         refuse_approximate([policy])
@@ -142,7 +143,7 @@ def converse(
     All prompts are turned into tokens and measured against ``--context`` before the first one runs.
     """
     for prompt in asked:
-        _check_room(encode(prompt.messages, runtime.tokenizer, prompt.source), prompt, config, max_new_tokens)
+        check_room(encode(prompt.messages, runtime.tokenizer, prompt.source), prompt, config, max_new_tokens)
     batches: list[list[Generation]] = []
     for start in range(0, len(asked), config.batch):
         group = asked[start : start + config.batch]
@@ -155,7 +156,7 @@ def converse(
             ids = []
             for row in rows:
                 ids.append(encode(said[row], runtime.tokenizer, group[row].source))
-                _check_room(ids[-1], group[row], config, max_new_tokens)
+                check_room(ids[-1], group[row], config, max_new_tokens)
             titles = [
                 f"[{start + row + 1}/{len(asked)}] {' '.join(said[row][-1]['content'].split())}"
                 for row in rows
@@ -196,7 +197,8 @@ def _answer(
     return answers
 
 
-def _check_room(ids: Sequence[int], prompt: Prompt, config: RunConfig, max_new_tokens: int) -> None:
+def check_room(ids: Sequence[int], prompt: Prompt, config: RunConfig, max_new_tokens: int) -> None:
+    """Raise DaopError if prompt and answer are more than memory is planned for."""
     need = len(ids) + max_new_tokens
     if need > config.context:
         raise DaopError(

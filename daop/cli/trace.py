@@ -99,7 +99,7 @@ def _record(
 ) -> None:
     """Generate for all prompts, a batch at a time; ``feature_bytes`` None: keep no router inputs."""
     from daop.cli.output import mended
-    from daop.cli.run import load
+    from daop.cli.run import check_room, load
     from daop.prompts import encode
     from daop.training.features import FeatureTap, features_path
 
@@ -107,6 +107,8 @@ def _record(
     tokens = 0
     with mended(), load(config, out) as runtime:
         ids = [encode(prompt.messages, runtime.tokenizer, prompt.source) for prompt in asked]
+        for prompt, tokens_of in zip(asked, ids, strict=True):
+            check_room(tokens_of, prompt, config, max_new_tokens)
         tap = FeatureTap(runtime.model, max_bytes=feature_bytes) if feature_bytes is not None else None
         with out.progress() as told:
             for start in range(0, len(ids), config.batch):

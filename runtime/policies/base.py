@@ -211,7 +211,7 @@ class Policy:
         return None
 
 
-POLICIES: Registry[type[Policy]] = Registry("policy", "daop.runtime.policies")
+POLICIES: Registry[type[Policy]] = Registry("policy", "daop.runtime.policies", Policy)
 
 
 def make_policy(
@@ -227,7 +227,5 @@ def make_policy(
         policy = kind(**options or {})
     except TypeError as error:
         raise DaopError(f"policy {name!r} cannot be made without arguments: {error}") from error
-    if not isinstance(policy, Policy):
-        raise DaopError(f"policy {name!r} is not a daop.runtime.policies.base.Policy")
     policy.profile = profile
     return policy

@@ -114,3 +114,9 @@ def test_command_line(model: Path, tmp_path: Path) -> None:
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 2
     assert "--force" in again.output
+    small = CliRunner().invoke(app, [*command, "--force", "--context", "8"])
+    assert small.exit_code == 2
+    assert "line 1: " in small.output
+    assert "--context" in small.output
+    assert len(read_trace(path)) == len(trace)
+    assert not path.with_name("t.parquet.partial").exists()

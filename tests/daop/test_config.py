@@ -21,6 +21,7 @@ from daop.machine import Cpu
         ({"fast_memory": "many"}, "--fast-memory"),
         ({"dtype": "int3"}, "--dtype int3.*bfloat16"),
         ({"threads": 0}, "--threads"),
+        ({"threads": 1_000_000}, "--threads.*at most"),
         ({"context": 0}, "--context"),
         ({"batch": -1}, "--batch"),
         ({"seed": -1}, "--seed"),

@@ -26,7 +26,9 @@ def test_parse_size(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1G", "1.2.3", "2 apples", "1e9", "5I", "0x10", "nan", "٣"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1G", "1.2.3", "2 apples", "1e9", "5I", "0x10", "nan", "٣", "9" * 400]
+)
 def test_nonsense_is_named(text: str) -> None:
     with pytest.raises(DaopError, match="--fast-memory"):
         parse_size(text, "--fast-memory")

@@ -65,6 +65,14 @@ def test_gpt_oss_token_strings_become_ids(tmp_path: Path) -> None:
         run("gpt-oss-npz", path, token_ids=True)
 
 
+def test_nobody_is_told_to_unpickle(tmp_path: Path) -> None:
+    path = tmp_path / "t.npz"
+    path.write_text("no archive")
+    with pytest.raises(DaopError) as raised:
+        run("gpt-oss-npz", path)
+    assert "pickle" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -102,8 +102,16 @@ def test_a_full_disk_is_reported_and_never_silent(tmp_path: Path, monkeypatch: p
     recorder.begin_forward(Phase.DECODE, [0], [0])
     recorder.record(0, np.array([[1, 2]]))
     recorder.end_forward()
-    with pytest.raises(DaopError, match="No space left"):
+    with pytest.raises(DaopError, match=r"No space left.*nothing is kept"):
         recorder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_dies_before_anything_was_recorded_is_not_in_the_way_of_the_next(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt), TraceRecorder(tmp_path / "t.parquet", GEOMETRY):
+            raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_misuse_raises(tmp_path: Path) -> None:

@@ -132,6 +132,36 @@ def test_an_exception_keeps_the_finished_row_groups(tmp_path: Path) -> None:
     assert len(read_trace(path)) == 10
 
 
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_disk_that_fills_up_is_named_and_nothing_is_left(
+    counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = random_trace((4, 4), 2, [5])
+
+    def full(_: object, path: Path, **__: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pyarrow.parquet.write_table", full)
+    with pytest.raises(DaopError, match=r"t.parquet .*No space left.*another -o"):
+        write_trace(counts_of(trace) if counted else trace, tmp_path / "t.parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recording_that_cannot_be_joined_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = random_trace((4, 4), 2, [5])
+    writer = TraceWriter(tmp_path / "t.parquet", trace.geometry)
+    writer.write(trace)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pyarrow.parquet.ParquetWriter.write_table", full)
+    with pytest.raises(DaopError, match=r"No space left.*recording is in .*partial"):
+        writer.close()
+    assert len(read_trace(tmp_path / "t.parquet")) == len(trace)
+
+
 def test_an_empty_recording_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DaopError, match="nothing was recorded"):
         TraceWriter(tmp_path / "t.parquet", Geometry.uniform(1, 2, 1)).close()

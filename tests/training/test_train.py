@@ -174,6 +174,10 @@ def test_a_persons_own_predictor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_name_is_fitted_and_scored_at_once(tmp_path: Path) -> None:
     trace = traffic(tmp_path / "t.parquet")
+    for nowhere in ("no/such", str(trace)):
+        missing = runner.invoke(app, ["evaluate", nowhere, "--trace", str(trace)])
+        assert missing.exit_code == 2
+        assert f"there is no folder {nowhere}" in missing.output
     arguments = ["evaluate", "transition", "--trace", str(trace), "--json", str(tmp_path / "e.json")]
     assert runner.invoke(app, arguments).exit_code == 0
     report = json.loads((tmp_path / "e.json").read_text())["predictors"]["transition"]
@@ -247,7 +251,7 @@ def test_bad_input_is_said_and_leaves_nothing(tmp_path: Path) -> None:
         (["train", str(tmp_path / "none.parquet")], "no trace at"),
         (["train", str(trace), "--predictor", "magic"], "unknown predictor 'magic'"),
         (["train", str(trace), "--predictor", "gate_lookahead"], "needs hidden states"),
-        (["train", str(trace), "--predictor", "os:getcwd"], "is not a daop.predictors"),
+        (["train", str(trace), "--predictor", "os:getcwd"], "not a class derived from daop.predictors"),
         (["train", str(trace), "--target", "sideways"], "--target"),
         (["train", str(trace), "--predictor", "mlp", "--target", "reuse"], "drop --target"),
         (["train", str(trace), "--test-share", "0"], "--test-share"),

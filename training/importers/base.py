@@ -41,8 +41,12 @@ def load_npz(path: Path, required: tuple[str, ...]) -> dict[str, NDArray[Any]]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise DaopError(f"{path} is not a readable npz file ({error}); fetch it again") from error
+    except (OSError, ValueError, MemoryError, zipfile.BadZipFile, EOFError) as error:
+        # numpy's own words advise to unpickle it: nobody should
+        raise DaopError(
+            f"{path} is not a readable npz file of plain arrays ({type(error).__name__}): check --format, or "
+            "fetch it again"
+        ) from error
     missing = [name for name in required if name not in arrays]
     if missing:
         raise DaopError(
