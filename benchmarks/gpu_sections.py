@@ -14,7 +14,7 @@ from gpu_models import Shape, topical_tokens
 
 from daop import comparison
 from daop.core import Step
-from daop.hardware import HardwareProfile, load, render
+from daop.hardware import FIGURES, HardwareProfile, load, render
 from daop.runtime.costs import Hardware
 from daop.runtime.cuda import measure
 from daop.runtime.cuda.streams import Gpu
@@ -223,7 +223,7 @@ def save_machine(path: Path, hardware: Hardware, found: dict[str, Any], top_k: i
         experts = top_k * nbytes / (hardware.device_gbs * 1e9)
         beside = max(hardware.layer_us, (seen - experts) * 1e6)
         hardware = dataclasses.replace(hardware, layer_us=round(beside, 2))
-    figures = [f.name for f in dataclasses.fields(hardware) if f.name not in ("name", "tier")]
+    figures = [f.name for f in dataclasses.fields(hardware) if f.name in FIGURES]
     sources = dict.fromkeys(figures, "benchmarks/gpu_check.py on this machine, medians")
     about = f"measured by benchmarks/gpu_check.py ({found.get('conditions')})"
     profile = HardwareProfile(

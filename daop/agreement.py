@@ -95,7 +95,7 @@ def run_and_replay(
         seen = disk.during(calibration.hardware, calibration.expert_bytes)
         found = []
         for hardware in (seen, calibration.hardware):
-            costs = HardwareCosts(hardware, geometry, calibration.weight_bits)
+            costs = HardwareCosts(hardware, geometry, calibration.weight_bits, calibration.format)
             found.append(replay(trace, geometry, costs, policy, measured["slots"], profile))
     return Comparison(
         policy=policy,

@@ -20,6 +20,7 @@ from daop.core import DaopError, Geometry, IntArray
 from daop.hardware import HardwareProfile, load
 from daop.runtime.chrome_trace import write_chrome_trace
 from daop.runtime.costs import HardwareCosts
+from daop.runtime.format_names import format_of_bits
 from daop.runtime.policies.base import POLICIES, make_policy
 from daop.runtime.profile import Profile
 from daop.runtime.sim_forecasts import OnlineForecaster
@@ -41,12 +42,15 @@ Watch = Callable[[str, float, str], Sequence[Watcher]]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One cell of a comparison, less the policy."""
+    """One cell of a comparison, less the policy. ``format``: of the experts, if known. ``memory_ecr``: the
+    ECR that the same memory has in the trace's own format, where formats are compared."""
 
     hardware: HardwareProfile
     ecr: float
     batch: int = 1
     weight_bits: float = 16.0
+    format: str | None = None
+    memory_ecr: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +67,15 @@ def settings(hardware: str, shares: Sequence[float], batch: int, weight_bits: fl
     machines = [load(name.strip()) for name in hardware.split(",") if name.strip()]
     if not machines:
         raise DaopError("--hardware names no machine")
-    return [
-        Setting(
-            hardware=machine, ecr=share, batch=batch, weight_bits=weight_bits or machine.weight_bits or 16.0
-        )
-        for machine in machines
-        for share in shares
-    ]
+    out = []
+    for machine in machines:
+        bits = weight_bits or machine.weight_bits or 16.0
+        known = format_of_bits(bits)
+        out += [
+            Setting(hardware=machine, ecr=share, batch=batch, weight_bits=bits, format=known)
+            for share in shares
+        ]
+    return out
 
 
 def mismatches(settings: Sequence[Setting], geometry: Geometry) -> list[str]:
@@ -225,6 +231,8 @@ def simulate_one(
         "exact": policy.exact,
         "ecr": setting.ecr,
         "slots": simulator.residency.capacity,
+        "expert_bytes": float(np.mean(traffic.geometry.bytes_of)),
+        **({} if setting.memory_ecr is None else {"memory_ecr": setting.memory_ecr}),
         "hardware": setting.hardware.hardware.name,
         "batch": setting.batch,
         "simulated": True,
@@ -252,7 +260,7 @@ def _simulator(
     watchers: Sequence[Watcher] = (),
 ) -> Simulator:
     policy = make_policy(name, profile)
-    costs = HardwareCosts(setting.hardware.hardware, traffic.geometry, setting.weight_bits)
+    costs = HardwareCosts(setting.hardware.hardware, traffic.geometry, setting.weight_bits, setting.format)
     forecaster = OnlineForecaster(traffic.geometry, profile) if policy.horizon else None
     slots = budget_of(traffic.geometry, setting.ecr)
     return Simulator(policy, traffic.geometry, costs, slots, forecaster, watchers)

@@ -3,7 +3,7 @@
 Policies take turns in every repeat, so that a machine that slows down or warms up does so for all of
 them; each run starts from a fresh hot set and a dropped page cache. All runs must produce the same tokens,
 but on a device whose experts are computed on two processors, which round differently: there it is said which
-did not.
+did not. Several models are the same one in several formats, in the same memory.
 """
 
 from __future__ import annotations
@@ -13,14 +13,54 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from daop.comparison import Watch
 from daop.core import DaopError
+from daop.formats import share_that_fits
 from daop.prompts import encode, read_prompts
+from daop.runtime.checkpoint import Checkpoint, open_checkpoint
+from daop.runtime.formats import format_of
 from daop.runtime.policies.base import POLICIES, make_policy
 from daop.runtime.profile import Profile
 from daop.runtime.watching import Watcher
 
 Told = Callable[[str, float], None]
+
+
+def measure_formats(
+    models: Sequence[str],
+    prompts: Path | None,
+    shares: Sequence[float],
+    policies: Sequence[str],
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """``measure`` of one model; of several, each in the memory that a share of the first one's experts takes,
+    with rows that say which format."""
+    if len(models) == 1:
+        return measure(models[0], prompts, shares, policies, **options)
+    found = [open_checkpoint(model) for model in models]
+    first = found[0].geometry
+    for model, checkpoint in zip(models, found, strict=True):
+        first.check_same_shape(checkpoint.geometry, models[0], model)
+    rows: list[dict[str, Any]] = []
+    for model, name, checkpoint in zip(models, _names(found), found, strict=True):
+        geometry = checkpoint.geometry
+        fitting = {share_that_fits(first, geometry, share): share for share in shares}
+        more = {"format": name, "expert_bytes": float(np.mean(geometry.bytes_of))}
+        rows += [
+            {**more, "memory_ecr": fitting[row["ecr"]], **row}
+            for row in measure(model, prompts, list(fitting), policies, **options)
+        ]
+    return rows
+
+
+def _names(checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """The models' formats; with their folders' names where formats alone do not tell them apart."""
+    formats = [format_of(checkpoint.layouts[0]) for checkpoint in checkpoints]
+    if len(set(formats)) == len(formats):
+        return formats
+    return [f"{name} ({one.path.name})" for name, one in zip(formats, checkpoints, strict=True)]
 
 
 def measure(
@@ -82,7 +122,6 @@ def _run(
 ) -> dict[str, Any]:
     import daop
     from daop.report.figures import run_figures
-    from daop.runtime.checkpoint import open_checkpoint
 
     policy = make_policy(name)
     if profile is not None:

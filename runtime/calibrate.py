@@ -21,10 +21,10 @@ from .checkpoint import Checkpoint
 from .costs import Hardware
 from .host_compute import HostExperts
 from .machinery import READ_THREADS, weight_bits
+from .measure_formats import TOKENS, measure_formats, own_curve, spread, typical
 from .measure_host import HostBench, LayerClock, Times
 
 TOGETHER = (1, 2, 4)  # experts read at once
-TOKENS = (1, 4, 16, 64)
 PROMPTS = (16, 512)
 ANSWER = 16  # tokens generated after each prompt
 ROUNDS = 3  # the prompts take turns, so that a machine that changes does so for all
@@ -44,11 +44,22 @@ class Calibration:
     weight_bits: float
     pause_seconds: float
 
+    @property
+    def format(self) -> str:
+        """That of the experts."""
+        return self.hardware.curves[0].format
+
 
 def calibrate_host(
-    checkpoint: Checkpoint, *, direct_io: bool = True, seconds: float = 20.0, told: Told | None = None
+    checkpoint: Checkpoint,
+    *,
+    direct_io: bool = True,
+    seconds: float = 20.0,
+    formats: Sequence[str] = (),
+    told: Told | None = None,
 ) -> Calibration:
-    """Calibrate with a model's own experts and layers in about ``seconds``, loading not counted."""
+    """Calibrate with a model's own experts and layers in about ``seconds``, loading not counted; each of
+    ``formats`` that the experts are not in themselves takes an eighth of that time more."""
     say = told or (lambda _, __: None)
     if seconds <= 0:
         raise DaopError(f"--seconds is {seconds}, but must be above 0")
@@ -58,25 +69,38 @@ def calibrate_host(
     bits = weight_bits(checkpoint)
     say("attention, router and everything else of a layer", 0.1)
     figures, sources = _layers(clock, checkpoint.geometry.layers)
-    with HostBench(checkpoint, direct_io=direct_io) as bench:
-        bench.fill()
-        say("computing experts", 0.3)
-        computed = {n: measure_host.computing(bench, clock.compute, n, 0.05 * seconds) for n in TOKENS}
-        say("computing experts while others are read", 0.5)
-        beside, _ = measure_host.computing_beside_reads(bench, clock.compute, 0.1 * seconds)
-        found, how = _experts(computed, beside, size, bits)
-        figures, sources = figures | found, sources | how
-        say("reading experts", 0.6)
-        pause = figures["layer_us"] * 1e-6 + checkpoint.geometry.top_k * typical(computed[1])
-        found, how = measure_link(bench, clock.compute, 0.4 * seconds, pause)
-        figures, sources = figures | found, sources | how
-    say("done", 1.0)
-    hardware = Hardware(
-        name="this machine", tier="host", **{n: float(f"{v:.4g}") for n, v in figures.items()}
+    found, how, computed, pause = _with_experts(
+        checkpoint, clock, figures["layer_us"], direct_io, seconds, say
     )
+    figures, sources = figures | found, sources | how
+    own = own_curve(checkpoint.layouts[0], computed)
+    others = [name for name in formats if name != own.format]
+    curves = (own, *measure_formats(checkpoint, clock.built.forms[0], others, seconds / 8, say))
+    say("done", 1.0)
+    rounded = {n: float(f"{v:.4g}") for n, v in figures.items()}
+    hardware = Hardware(name="this machine", tier="host", curves=curves, **rounded)
     return Calibration(
         hardware=hardware, sources=sources, expert_bytes=size, weight_bits=bits, pause_seconds=pause
     )
+
+
+def _with_experts(
+    checkpoint: Checkpoint, clock: LayerClock, layer_us: float, direct_io: bool, seconds: float, say: Told
+) -> tuple[dict[str, float], dict[str, str], dict[int, Times], float]:
+    """What computing and reading the experts costs; the timings of computing, by tokens; the pause."""
+    size, bits = checkpoint.layouts[0].stored_bytes, weight_bits(checkpoint)
+    with HostBench(checkpoint, direct_io=direct_io) as bench:
+        bench.fill()
+        say("computing experts", 0.3)
+        share = 0.2 / len(TOKENS) * seconds
+        computed = {n: measure_host.computing(bench.buffers, clock.compute, n, share) for n in TOKENS}
+        say("computing experts while others are read", 0.5)
+        beside, _ = measure_host.computing_beside_reads(bench, clock.compute, 0.1 * seconds)
+        figures, sources = _experts(computed, beside, size, bits)
+        say("reading experts", 0.6)
+        pause = layer_us * 1e-6 + checkpoint.geometry.top_k * typical(computed[1])
+        found, how = measure_link(bench, clock.compute, 0.4 * seconds, pause)
+    return figures | found, sources | how, computed, pause
 
 
 Fitted = tuple[dict[str, float], dict[str, str]]
@@ -157,19 +181,3 @@ def _layers(clock: LayerClock, layers: int) -> Fitted:
             "forward_us": f"{text}, less the layers: {spread(tokens[few])} a token",
         },
     )
-
-
-def typical(times: Sequence[float]) -> float:
-    """The mean of the middle four fifths: what many of them take together, less rare interruptions."""
-    ordered = sorted(times)
-    cut = len(ordered) // 10
-    middle = ordered[cut : len(ordered) - cut]
-    return sum(middle) / len(middle)
-
-
-def spread(times: Sequence[float]) -> str:
-    """Typical value, and the range of the middle four fifths, for people."""
-    if not times:
-        return "not measured"
-    low, high = np.percentile(times, (10, 90)) * 1e3
-    return f"{typical(times) * 1e3:.4g} ms ({low:.4g} to {high:.4g}, n={len(times)})"

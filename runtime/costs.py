@@ -6,6 +6,8 @@ microseconds. The model is deliberately small:
     copy(e)       latency + bytes / link bandwidth; of ``link_parallel`` transfers the latencies overlap
     host(e, n)    activation there and back + overhead + max(bytes / host bandwidth, flops(n) / host rate)
     device(e, n)  overhead + max(bytes / device bandwidth, flops(n) / device rate)
+                  where the processor was measured in the experts' format (``Hardware.curves``), the
+                  measured time for n tokens stands in the place of overhead and maximum
     layer(n, c)   all of one layer but its experts, for n rows that see c tokens of context in all
     forward(n)    what a forward pass takes outside its layers: embedding, head, choice of the next token
 
@@ -21,6 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from daop.core import DaopError, Geometry
+
+from .format_costs import CpuCosts, Curve
 
 TIERS = ("device", "host")
 
@@ -52,15 +56,21 @@ class Hardware:
     forecast_us: float = 0.0
     disk_gbs: float | None = None
     disk_latency_us: float = 0.0
+    curves: tuple[Curve, ...] = ()
+    """What computing experts on the CPU was measured to take, one for each format."""
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
             raise DaopError(f"hardware {self.name!r}: tier is {self.tier!r}, but must be one of {TIERS}")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("name", "tier") or value is None:
+            if field.name in ("name", "tier", "curves") or value is None:
                 continue
             self._check(field.name, value)
+
+    def curve(self, format_: str | None) -> Curve | None:
+        """What was measured in a format, if it was."""
+        return next((curve for curve in self.curves if curve.format == format_), None)
 
     def _check(self, name: str, value: float) -> None:
         delay = "_us" in name
@@ -89,10 +99,13 @@ ROUGH = Hardware(
 class HardwareCosts:
     """``policies.base.Costs`` of a machine for a model's experts; one table per expert for speed.
 
-    ``weight_bits``: bits of one stored weight, from which the arithmetic per expert follows.
+    ``weight_bits``: bits of one stored weight, from which the arithmetic per expert follows. ``format_``: the
+    format of the experts, if known: one that the machine was measured with costs what was measured.
     """
 
-    def __init__(self, hardware: Hardware, geometry: Geometry, weight_bits: float = 16.0) -> None:
+    def __init__(
+        self, hardware: Hardware, geometry: Geometry, weight_bits: float = 16.0, format_: str | None = None
+    ) -> None:
         if 0 in geometry.expert_bytes:
             raise DaopError(
                 "the size of an expert is not known: the trace's source does not imply it; "
@@ -120,6 +133,9 @@ class HardwareCosts:
         self._device_overhead = hardware.device_overhead_us * 1e-6
         self._host_overhead = (hardware.host_overhead_us + hardware.activation_us) * 1e-6
         self.host_beside = hardware.tier == "device"
+        curve = hardware.curve(format_)
+        self._cpu = None if curve is None else CpuCosts(curve, sizes)
+        self._activation = hardware.activation_us * 1e-6
         self._layer = hardware.layer_us * 1e-6
         self._row = hardware.layer_us_per_row * 1e-6
         self._context = hardware.layer_us_per_context * 1e-6
@@ -132,11 +148,15 @@ class HardwareCosts:
         return self.copy_seconds[flat]
 
     def device(self, flat: int, tokens: int) -> float:
+        if self._cpu is not None and not self.host_beside:  # the only processor there is
+            return self._cpu(flat, tokens)
         return self._device_overhead + max(self._device_bytes[flat], tokens * self._device_flops[flat])
 
     def host(self, flat: int, tokens: int) -> float:
         if not self.host_beside:
             return self.copy_seconds[flat] + self.device(flat, tokens)
+        if self._cpu is not None:
+            return self._activation + self._cpu(flat, tokens)
         return self._host_overhead + max(self._host_bytes[flat], tokens * self._host_flops[flat])
 
     def layer(self, rows: int, context: int = 0) -> float:

@@ -21,6 +21,7 @@ from .costs import ROUGH, Hardware, HardwareCosts
 from .executor import Executor, HostExecutor
 from .experts import ExpertsFn
 from .files import FileReader
+from .formats import format_of
 from .host_compute import HostExperts
 from .memory import MemoryPlan, plan_memory
 from .model import BuiltModel
@@ -180,7 +181,9 @@ class HostMachinery:
             HostExperts(layout, form, count)
             for layout, form, count in zip(checkpoint.layouts, built.forms, geometry.experts, strict=True)
         ]
-        costs = HardwareCosts(hardware or ROUGH, geometry, weight_bits(checkpoint))
+        costs = HardwareCosts(
+            hardware or ROUGH, geometry, weight_bits(checkpoint), format_of(checkpoint.layouts[0])
+        )
         conductor = Conductor(policy, self.residency, self.transfers, costs, Statistics(geometry), watchers)
         if watchers:
             self.transfers.span = conductor.span

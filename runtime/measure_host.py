@@ -21,6 +21,7 @@ from daop.core import DaopError
 from .checkpoint import Checkpoint
 from .files import FileReader
 from .host_compute import HostExperts
+from .layout import ExpertLayout
 from .machinery import READ_THREADS
 from .model import BuiltModel, build_model
 from .slots import SlotMemory
@@ -41,8 +42,7 @@ class HostBench:
 
     def __init__(self, checkpoint: Checkpoint, *, direct_io: bool, seed: int = 0) -> None:
         self.checkpoint = checkpoint
-        size = checkpoint.layouts[0].nbytes
-        self.count = max(FEWEST, min(MOST, BYTES // size, sum(checkpoint.geometry.experts)))
+        self.count = experts_held(checkpoint.layouts[0], checkpoint.geometry.total)
         self.flats = [
             flat
             for layer, layout in enumerate(checkpoint.layouts)
@@ -98,6 +98,11 @@ class HostBench:
         return arrived
 
 
+def experts_held(layout: ExpertLayout, most: int) -> int:
+    """How many experts of a layout are held to measure with, if there are ``most``."""
+    return max(FEWEST, min(MOST, BYTES // layout.nbytes, most))
+
+
 def bursts(
     bench: HostBench, compute: HostExperts, together: int, seconds: float, pause: float = 0.0
 ) -> Times:
@@ -127,16 +132,18 @@ def _one_token(compute: HostExperts) -> Callable[[torch.Tensor], None]:
     return use
 
 
-def computing(bench: HostBench, compute: HostExperts, tokens: int, seconds: float, group: int = 1) -> Times:
+def computing(
+    experts: Sequence[torch.Tensor], compute: HostExperts, tokens: int, seconds: float, group: int = 1
+) -> Times:
     """Computing one expert for so many tokens, ``group`` of them in one call, none of them in cache."""
-    numbers: Iterator[int] = _round(bench.count)
+    numbers: Iterator[int] = _round(len(experts))
     dtype = torch.bfloat16
     hidden = torch.randn(tokens, compute.form.hidden).to(dtype)
     ids = torch.arange(group).expand(tokens, group).contiguous()
     weights = torch.full((tokens, group), 1.0 / group)
 
     def once() -> float:
-        slots = [bench.buffers[next(numbers)] for _ in range(group)]
+        slots = [experts[next(numbers)] for _ in range(group)]
         batch = compute.begin(hidden, ids, weights)
         began = time.perf_counter()
         compute.run(batch, range(group), slots)

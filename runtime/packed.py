@@ -32,13 +32,13 @@ from daop.runtime.codecs.mxfp4 import Mxfp4
 from daop.runtime.codecs.plain import PLAIN
 from daop.runtime.codecs.stored import PACKED, StoredFormat, find_format
 from daop.runtime.experts import Experts
+from daop.runtime.format_names import PAGE
 from daop.runtime.layout import ALIGNMENT, DTYPES, ExpertLayout, Part
 from daop.runtime.safetensors_index import read_header, read_json
 
 MANIFEST = "daop-pack.json"
 UNFINISHED = "daop-pack.unfinished.json"
 VERSION = 1
-PAGE = 4096
 AGAIN = "pack the model again"
 
 

@@ -27,10 +27,10 @@ from daop.core import DaopError
 from daop.runtime.codecs.base import Codec
 from daop.runtime.codecs.integers import Integers
 from daop.runtime.experts import Experts, PartSource
+from daop.runtime.format_names import GROUPS, PAGE
 from daop.runtime.layout import ExpertLayout
 from daop.runtime.packed import (
     MANIFEST,
-    PAGE,
     QUANTISATION,
     UNFINISHED,
     Pack,
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from daop.runtime.checkpoint import Checkpoint
 
 DTYPES = ("keep", "int8", "int4")
-GROUPS = {"int8": 64, "int4": 32}  # unless asked for otherwise
 ROWS = 1 << 22  # weights that are converted at a time
 REST = "model.safetensors"
 SMALL = ("*.json", "*.model", "*.txt", "*.jinja")

@@ -55,7 +55,7 @@ class TorchExperts:
         self, parts: dict[str, torch.Tensor], role: str, x: torch.Tensor, transposed: bool, as_stored: bool
     ) -> torch.Tensor:  # [n, in] -> [n, out] float32
         weight, bias = parts[role], parts.get(f"{role}_bias")
-        if transposed:
+        if transposed and self.codec == PLAIN:  # any other lies row by row
             weight = weight.T
         if as_stored:
             out = torch.mm(weight, x.to(weight.dtype).T).T.float()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
 from typer import Argument, Option
@@ -14,6 +15,9 @@ from typer import Argument, Option
 from daop.cli import options
 from daop.cli.output import Output, mended, write_whole
 from daop.core import DaopError
+
+if TYPE_CHECKING:
+    from daop.runtime.calibrate import Calibration
 
 
 def calibrate(
@@ -29,6 +33,12 @@ def calibrate(
         Path | None, Option(help="Without a model: measure the disk that holds this folder.")
     ] = None,
     expert_bytes: Annotated[str, Option(help="Without a model: size of an expert.")] = "8MiB",
+    format_: Annotated[
+        str | None,
+        Option(
+            "--format", help="Also compute such experts in these formats, for compare --format: int8,int4,..."
+        ),
+    ] = None,
     seconds: Annotated[float, Option(min=0.1, max=90, help="Time to measure for.")] = 20.0,
     direct_io: Annotated[bool, Option(help="Read past the page cache, as run --direct-io does.")] = True,
     threads: options.Threads = None,
@@ -38,6 +48,7 @@ def calibrate(
     output = Output(json)
     _check(model, output_file)
     from daop import calibration, machine
+    from daop.formats import formats_of
     from daop.hardware import render
     from daop.runtime.calibrate import calibrate_host
     from daop.runtime.checkpoint import open_checkpoint
@@ -45,6 +56,7 @@ def calibrate(
 
     _set_threads(threads, machine.read_cpu().cores)
     size = parse_size(expert_bytes, "--expert-bytes")
+    formats = [] if format_ is None else formats_of(format_, keep=False)
     where = folder or (output_file.absolute().parent if output_file else Path.cwd())
     with mended(), _measured_model(model, where, size, output) as path:
         from transformers.utils import logging
@@ -52,7 +64,9 @@ def calibrate(
         logging.disable_progress_bar()  # ours says more
         checkpoint = open_checkpoint(path)
         with output.progress() as told:
-            found = calibrate_host(checkpoint, direct_io=direct_io, seconds=seconds, told=told)
+            found = calibrate_host(
+                checkpoint, direct_io=direct_io, seconds=seconds, formats=formats, told=told
+            )
         cpu, disk = machine.read_cpu(), machine.read_disk(checkpoint.path)
         about = (
             f"daop calibrate: {cpu.name}, {cpu.threads} threads; {disk.filesystem} on {disk.device}; "
@@ -62,17 +76,43 @@ def calibrate(
         kept = calibration.save(profile, checkpoint) if model is not None and direct_io else None
     if output_file is not None:
         write_whole(output_file, render(profile))
+    output.table(_figures(found))
+    output.table(_formats(found))
+    for written in (output_file, kept):
+        if written is not None:
+            output.say(f"written to {written}")
+    output.json(_document(found))
+
+
+def _figures(found: Calibration) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("figure", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("how")
     for name, how in found.sources.items():
         table.add_row(name, f"{getattr(found.hardware, name):.4g}", how)
-    output.table(table)
-    for written in (output_file, kept):
-        if written is not None:
-            output.say(f"written to {written}")
-    output.json({name: getattr(found.hardware, name) for name in found.sources} | {"sources": found.sources})
+    return table
+
+
+def _formats(found: Calibration) -> Table:
+    """Milliseconds of one expert by format and tokens."""
+    curves = found.hardware.curves
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", title="ms to compute an expert")
+    table.title_justify = "left"
+    table.add_column("tokens", no_wrap=True)
+    for n in curves[0].tokens:
+        table.add_column(str(n), justify="right", no_wrap=True)
+    for curve in curves:
+        name = curve.format + (" (the model's)" if curve is curves[0] else "")
+        table.add_row(name, *(f"{us / 1e3:.3g}" for us in curve.microseconds))
+    return table
+
+
+def _document(found: Calibration) -> dict[str, Any]:
+    hardware = found.hardware
+    figures = {name: getattr(hardware, name) for name in found.sources}
+    formats = {curve.format: dataclasses.asdict(curve) for curve in hardware.curves}
+    return {**figures, "sources": found.sources, "formats": formats}
 
 
 def _check(model: str | None, output_file: Path | None) -> None:

@@ -3,21 +3,27 @@
 A file has ``name``, ``about``, ``tier`` and three tables. ``[figures]`` are the fields of
 ``daop.runtime.costs.Hardware``; each stands also in ``[sources]`` (who measured it) or in ``[derived]``
 (by which rule it was made up from other figures). ``daop calibrate`` writes the same format, and in a table
-``[expert]`` with which experts it measured.
+``[expert]`` with which experts it measured. ``[formats.NAME]`` says what computing experts in a number format
+costs: measured (``Curve``) or assumed (``Shares``; ``[derived]`` has the reason as ``formats``).
+``version`` is the file's; one without has no ``[formats]``.
 """
 
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from daop.core import DaopError
+from daop.hardware.format_tables import parse_formats, quoted, render_formats
 from daop.runtime.costs import Hardware
+from daop.runtime.format_costs import Shares
 
-FIGURES = frozenset(field.name for field in fields(Hardware)) - {"name", "tier"}
+FIGURES = frozenset(f.name for f in fields(Hardware)) - {"name", "tier", "curves"}
+VERSION = 2
+TABLES = ("figures", "sources", "derived", "expert", "formats")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +36,8 @@ class HardwareProfile:
     derived: dict[str, str]
     expert_bytes: int | None = None
     weight_bits: float | None = None
+    shares: dict[str, Shares] = field(default_factory=dict)
+    """By format; what was measured is in ``hardware.curves``."""
 
 
 def names() -> list[str]:
@@ -60,22 +68,25 @@ def parse(text: str, where: str) -> HardwareProfile:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise DaopError(f"the hardware profile {where} is not TOML: {error}") from error
-    unknown = set(data) - {"name", "about", "tier", "figures", "sources", "derived", "expert"}
-    tables = [data.get(table, {}) for table in ("figures", "sources", "derived", "expert")]
+    _check_version(data.get("version", 1), where)
+    unknown = set(data) - {"version", "name", "about", "tier", *TABLES}
+    tables = [data.get(table, {}) for table in TABLES]
     if unknown or not all(isinstance(table, dict) for table in tables):
         raise DaopError(
             f"the hardware profile {where} has entries that daop does not know: {sorted(unknown)}"
         )
-    figures, sources, derived, expert = tables
+    figures, sources, derived, expert, formats = tables
     if set(figures) - FIGURES:
         raise DaopError(f"the hardware profile {where} has unknown figures: {sorted(set(figures) - FIGURES)}")
-    bare = set(figures) - set(sources) - set(derived)
+    curves, shares = parse_formats(formats, where)
+    bare = {*figures, *(["formats"] if shares else [])} - set(sources) - set(derived)
     if bare:
         raise DaopError(
             f"the hardware profile {where} gives no source for {sorted(bare)} ([sources], [derived])"
         )
     try:
-        hardware = Hardware(name=str(data.get("name", where)), tier=data.get("tier", "device"), **figures)
+        name, tier = str(data.get("name", where)), data.get("tier", "device")
+        hardware = Hardware(name=name, tier=tier, curves=curves, **figures)
     except TypeError as error:
         missing = str(error).split(":", 1)[-1].strip()
         raise DaopError(f"the hardware profile {where} lacks figures: {missing}") from error
@@ -84,8 +95,17 @@ def parse(text: str, where: str) -> HardwareProfile:
         about=str(data.get("about", "")),
         sources={key: str(value) for key, value in sources.items()},
         derived={key: str(value) for key, value in derived.items()},
+        shares=shares,
         **_expert(expert, where),
     )
+
+
+def _check_version(version: object, where: str) -> None:
+    if version not in range(1, VERSION + 1):
+        raise DaopError(
+            f"the hardware profile {where} is of version {version!r}, this daop reads up to {VERSION}: "
+            "`daop calibrate` writes it again, or install the daop that wrote it"
+        )
 
 
 def _expert(table: dict[str, Any], where: str) -> dict[str, Any]:
@@ -105,20 +125,16 @@ def _expert(table: dict[str, Any], where: str) -> dict[str, Any]:
 def render(profile: HardwareProfile) -> str:
     """The profile as TOML."""
     hardware = profile.hardware
-    usual = {field.name: field.default for field in fields(Hardware)}
+    usual = {f.name: f.default for f in fields(Hardware)}
     figures = {n: getattr(hardware, n) for n in usual if n in FIGURES and getattr(hardware, n) != usual[n]}
-    lines = [f"name = {_quoted(hardware.name)}", f"about = {_quoted(profile.about)}"]
-    lines += [f"tier = {_quoted(hardware.tier)}", "", "[figures]"]
+    lines = [f"version = {VERSION}", f"name = {quoted(hardware.name)}", f"about = {quoted(profile.about)}"]
+    lines += [f"tier = {quoted(hardware.tier)}", "", "[figures]"]
     lines += [f"{name} = {value!r}" for name, value in figures.items()]
     if profile.expert_bytes is not None or profile.weight_bits is not None:
         lines += ["", "[expert]"]
         for name, value in (("bytes", profile.expert_bytes), ("weight_bits", profile.weight_bits)):
             lines += [] if value is None else [f"{name} = {value!r}"]
+    lines += render_formats(hardware.curves, profile.shares)
     for title, table in (("sources", profile.sources), ("derived", profile.derived)):
-        lines += ["", f"[{title}]", *(f"{key} = {_quoted(value)}" for key, value in table.items())]
+        lines += ["", f"[{title}]", *(f"{key} = {quoted(value)}" for key, value in table.items())]
     return "\n".join(lines) + "\n"
-
-
-def _quoted(text: str) -> str:
-    clean = "".join(c if c.isprintable() else " " for c in text)
-    return '"' + clean.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -10,6 +10,7 @@ from daop.core import Geometry
 from daop.report import charts
 from daop.report.about import facts
 from daop.report.page import Grid, Part, Section, render
+from daop.report.ranking import footnotes
 from daop.report.svg import figure
 from daop.report.tables import moved
 from daop.report.traffic_parts import forecast_part, residency_part, traffic_section
@@ -87,6 +88,7 @@ def _facts(document: Mapping[str, Any], geometry: Geometry | None) -> list[tuple
                 f"; derived, not measured: {', '.join(machine['derived'])}" if machine["derived"] else ""
             )
             more.append(("simulated machine", f"{name}: {machine['about']}{derived}"))
+        more += [("costs of formats", line) for line in footnotes(document.get("format_costs", []))]
         more.append(("policies learnt from", document["learnt_from"] or "nothing"))
     more += [(name, str(value)) for name, value in document.get("subject", {}).items() if value]
     if geometry is not None:

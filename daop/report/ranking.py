@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -43,6 +43,66 @@ def ranking(rows: list[dict[str, Any]]) -> Iterator[Table]:
                 f"{moved(row) / 1e9:.1f}",
             )
         yield table
+
+
+KINDS = {"measured": "", "assumed": " *", "unknown": " ?"}
+
+
+def formats_table(rows: list[dict[str, Any]]) -> Table:
+    """A line for each format on each machine and memory: its fastest policy that can be run."""
+    table = Table(
+        title="formats in the same memory (its ECR in the first format), the fastest policy of each",
+        title_justify="left",
+        box=None,
+        padding=(0, 1, 0, 0),
+        header_style="bold",
+    )
+    table.add_column("machine", overflow="fold")
+    table.add_column("format", no_wrap=True)
+    for name in ("ECR", "fits", "MB/expert", "tok/s", "x first"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("policy", overflow="fold")
+    first: dict[tuple[str, float], float] = {}
+    for best in best_by_format(rows):
+        place = best["hardware"], best["memory_ecr"]
+        first.setdefault(place, best["tokens_per_second"])
+        table.add_row(
+            str(best["hardware"]),
+            str(best["format"]) + KINDS.get(best.get("costs", "measured"), ""),
+            f"{best['memory_ecr']:g}",
+            f"{best['ecr']:.3g}",
+            f"{best['expert_bytes'] / 1e6:.2f}",
+            f"{best['tokens_per_second']:.1f}",
+            f"{best['tokens_per_second'] / first[place]:.2f}",
+            marked(best),
+        )
+    return table
+
+
+def best_by_format(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The fastest policy of every machine, memory and format but the optimum; formats side by side."""
+    best: dict[tuple[str, float, str], dict[str, Any]] = {}
+    for row in rows:
+        key = row["hardware"], row["memory_ecr"], row["format"]
+        known = best.get(key)
+        if row["policy"] != "optimum" and (
+            known is None or row["tokens_per_second"] > known["tokens_per_second"]
+        ):
+            best[key] = row
+    places = list(dict.fromkeys((machine, memory) for machine, memory, _ in best))
+    return [row for place in places for key, row in best.items() if key[:2] == place]
+
+
+def footnotes(costs: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """What the formats' costs of computing rest on, a line for each machine and reason; nothing of what was
+    measured."""
+    said: dict[tuple[str, str, str], list[str]] = {}
+    for cost in costs:
+        if cost["kind"] != "measured":
+            key = cost["machine"], cost["kind"], cost["why"]
+            said.setdefault(key, []).append(f"{cost['format']} {cost['text']}")
+    for (machine, kind, why), formats in said.items():
+        yield f"{KINDS[kind].strip()} computing on {machine} is {kind}: {'; '.join(formats)}. {why}"
 
 
 def marked(row: dict[str, Any]) -> str:

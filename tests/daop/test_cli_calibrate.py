@@ -16,6 +16,7 @@ def test_without_a_model_random_experts_are_measured(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     target = tmp_path / "machine.toml"
     arguments = ["calibrate", "-o", target, "--expert-bytes", "96KiB", "--seconds", 0.3, "--json", "-"]
+    arguments += ["--format", "int4,bf16"]
     result = CliRunner().invoke(app, [str(a) for a in arguments])
     assert result.exit_code == 0, result.output
     assert [file.name for file in tmp_path.iterdir()] == ["machine.toml"], (
@@ -24,6 +25,11 @@ def test_without_a_model_random_experts_are_measured(tmp_path: Path, monkeypatch
     profile = load(str(target))
     assert json.loads(result.stdout)["link_gbs"] == profile.hardware.link_gbs
     assert profile.hardware.tier == "host"
+    own, int4 = profile.hardware.curves
+    assert (own.format, own.nbytes) == ("bf16", 98304), "the model's own is not measured twice"
+    assert (int4.format, int4.nbytes) == ("int4", -(-98304 * 4.5 / 16 // 4096) * 4096)
+    assert json.loads(result.stdout)["formats"]["int4"]["microseconds"] == list(int4.microseconds)
+    assert "bf16 (the model's)" in result.stderr
     assert profile.expert_bytes == 98304
     assert set(profile.sources) >= {"link_gbs", "link_latency_us", "device_gbs", "layer_us", "forward_us"}
 
@@ -37,6 +43,7 @@ def test_without_a_model_random_experts_are_measured(tmp_path: Path, monkeypatch
         (["-o", "machine.toml", "--expert-bytes", "much"], "--expert-bytes"),
         (["-o", "machine.toml", "--folder", "/no/such/folder"], "--folder"),
         (["/no/such/model"], "/no/such/model"),
+        (["-o", "machine.toml", "--format", "zip"], "--format zip is not known"),
     ],
 )
 def test_nonsense_is_named(

@@ -99,6 +99,48 @@ def test_bad_flags_are_named(trace: Path, arguments: list[str], message: str) ->
     assert message in complaint(result)
 
 
+def test_what_is_missing_is_said_before_any_work(trace: Path, tmp_path: Path) -> None:
+    asked = {"--trace": trace, "--expert-bytes": "13.2MB"}
+    for flag, value, message in (
+        ("--trace", tmp_path / "nope.parquet", "nope.parquet: there is no such file"),
+        ("--trace", tmp_path, "is a folder: name a file"),
+        ("--profile", tmp_path / "nope", "nope: there is no such folder"),
+        ("--hardware", "rtx4090,nope.toml", "cannot read the hardware profile nope.toml"),
+        ("--csv", "/no/such/folder/rows.csv", "there is no folder /no/such/folder"),
+        ("--format", "zip", "--format zip is not known"),
+    ):
+        parts = {**asked, flag: value}
+        result = call(*(part for pair in parts.items() for part in pair))
+        assert message in complaint(result)
+        assert "learning" not in result.output
+    missing = call("--model", "somewhere", "--prompts", tmp_path / "nope.txt")
+    assert "nope.txt: there is no such file" in complaint(missing)
+    judged = call(
+        *("--trace", trace, "--prompts", __file__, "--quality-model", tmp_path / "nope"),
+        *("--expert-bytes", "13.2MB"),
+    )
+    assert "nope" in complaint(judged)
+    assert "learning" not in judged.output
+
+
+def test_formats_say_what_they_rest_on(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.json"
+    result = call(
+        *("--trace", trace, "--ecr", "0.25,0.5", "--expert-bytes", "13.2MB", "--policies", "static,lru"),
+        *("--format", "keep,int4,f32", "--json", out, "--html", tmp_path / "o.html"),
+    )
+    assert result.exit_code == 0, result.output
+    document = json.loads(out.read_text())
+    kinds = {row["format"]: row["costs"] for row in document["rows"]}
+    assert kinds == {"keep": "assumed", "int4": "assumed", "f32": "unknown"}
+    assert {(c["format"], c["kind"]) for c in document["format_costs"]} == set(kinds.items())
+    assert {row["memory_ecr"] for row in document["rows"]} == {0.25, 0.5}
+    text = " ".join(result.output.split())
+    assert "? computing on rtx4090 is unknown: f32" in text
+    assert "* computing on rtx4090 is assumed: keep the machine's figures as they are; int4 host_gbs" in text
+    assert "computing on rtx4090 is assumed" in (tmp_path / "o.html").read_text()
+
+
 def test_either_a_trace_or_a_model() -> None:
     assert "--trace" in complaint(call("--ecr", "0.25"))
     assert "--prompts" in complaint(call("--model", "somewhere"))

@@ -11,8 +11,9 @@ from daop.agreement import CLOCKLESS, run_and_replay
 from daop.core import DaopError
 from daop.hardware import parse, render
 from daop.prompts import Prompt
-from daop.runtime.calibrate import Calibration, calibrate_host, spread, typical
+from daop.runtime.calibrate import Calibration, calibrate_host
 from daop.runtime.checkpoint import open_checkpoint
+from daop.runtime.measure_formats import spread, typical
 from daop.runtime.policies.base import POLICIES
 from daop.synthetic_model import synthetic
 
