@@ -19,9 +19,10 @@ from daop.core import DaopError
 from . import measure_host
 from .checkpoint import Checkpoint
 from .costs import Hardware
+from .formats import format_of
 from .host_compute import HostExperts
 from .machinery import READ_THREADS, weight_bits
-from .measure_formats import TOKENS, measure_formats, own_curve, spread, typical
+from .measure_formats import TOKENS, layouts_in, measure_formats, own_curve, spread, typical
 from .measure_host import HostBench, LayerClock, Times
 
 TOGETHER = (1, 2, 4)  # experts read at once
@@ -63,6 +64,8 @@ def calibrate_host(
     say = told or (lambda _, __: None)
     if seconds <= 0:
         raise DaopError(f"--seconds is {seconds}, but must be above 0")
+    own_format = format_of(checkpoint.layouts[0])
+    others = layouts_in(checkpoint, [name for name in formats if name != own_format])
     say("loading everything but the experts", 0.0)
     clock = LayerClock(checkpoint)
     size = checkpoint.layouts[0].stored_bytes
@@ -74,7 +77,6 @@ def calibrate_host(
     )
     figures, sources = figures | found, sources | how
     own = own_curve(checkpoint.layouts[0], computed)
-    others = [name for name in formats if name != own.format]
     curves = (own, *measure_formats(checkpoint, clock.built.forms[0], others, seconds / 8, say))
     say("done", 1.0)
     rounded = {n: float(f"{v:.4g}") for n, v in figures.items()}

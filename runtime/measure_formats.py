@@ -39,21 +39,28 @@ def own_curve(layout: ExpertLayout, computed: Mapping[int, Times]) -> Curve:
     )
 
 
+def layouts_in(checkpoint: Checkpoint, names: Sequence[str]) -> list[ExpertLayout]:
+    """How experts of the first MoE layer lie in each format; ``DaopError`` where one cannot hold them."""
+    out = []
+    for name in names:
+        try:
+            out.append(layout_in(checkpoint.skeleton.experts[0], checkpoint.layouts[0], name))
+        except DaopError as error:
+            raise DaopError(f"--format {name}: {error}; leave it out") from error
+    return out
+
+
 def measure_formats(
     checkpoint: Checkpoint,
     form: ExpertForm,
-    names: Sequence[str],
+    layouts: Sequence[ExpertLayout],
     seconds: float,
     told: Callable[[str, float], None],
 ) -> list[Curve]:
-    """A curve for each format, of experts as the first MoE layer has them, in about ``seconds`` each."""
+    """A curve for each layout, of experts of random numbers, in about ``seconds`` each."""
     out = []
-    for at, name in enumerate(names):
-        told(f"computing experts of random numbers in {name}", at / len(names))
-        try:
-            layout = layout_in(checkpoint.skeleton.experts[0], checkpoint.layouts[0], name)
-        except DaopError as error:
-            raise DaopError(f"--format {name}: {error}") from error
+    for layout in layouts:
+        told(f"computing experts of random numbers in {format_of(layout)}", 0.95)
         experts = random_experts(layout, experts_held(layout, checkpoint.geometry.total))
         compute = HostExperts(layout, form, len(experts))
         share = seconds / len(TOKENS)

@@ -38,8 +38,11 @@ def measured(
     output: Output, models: Sequence[str], choice: Choice, *, repeats: int, direct_io: bool
 ) -> dict[str, Any]:
     """Every model on this machine, the second and later ones in the memory that the first one takes."""
+    from transformers.utils import logging
+
     from daop import measured_comparison
 
+    logging.disable_progress_bar()  # every run loads the model
     rows = measured_comparison.measure_formats(
         models,
         choice.prompts,

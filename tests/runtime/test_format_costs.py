@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from daop.core import DaopError
 from daop.hardware import load
 from daop.runtime import measure_formats
+from daop.runtime.calibrate import calibrate_host
 from daop.runtime.checkpoint import Checkpoint, open_checkpoint
 from daop.runtime.codecs.base import TYPES
 from daop.runtime.codecs.plain import PLAIN
@@ -127,7 +128,8 @@ def test_every_format_is_measured_over_prefill_too(models: dict[str, Checkpoint]
     checkpoint = models["qwen3_moe"]
     form = build_model(checkpoint, lambda *_: torch.empty(0)).forms[0]
     names = ["int8", "mxfp4"]
-    curves = measure_formats.measure_formats(checkpoint, form, names, 0.05, lambda *_: None)
+    layouts = measure_formats.layouts_in(checkpoint, names)
+    curves = measure_formats.measure_formats(checkpoint, form, layouts, 0.05, lambda *_: None)
     assert [curve.format for curve in curves] == names
     for curve in curves:
         assert curve.tokens == TOKENS
@@ -138,9 +140,10 @@ def test_every_format_is_measured_over_prefill_too(models: dict[str, Checkpoint]
 
 def test_what_has_no_blocks_of_32_is_no_mxfp4(tmp_path: Path) -> None:
     odd = open_checkpoint(tiny_models.save_tiny("qwen3_moe", tmp_path, dtype=torch.bfloat16))
-    form: Any = None
+    told: list[str] = []
     with pytest.raises(DaopError, match="--format mxfp4: MXFP4 goes by blocks of 32 inputs"):
-        measure_formats.measure_formats(odd, form, ["mxfp4"], 0.05, lambda *_: None)
+        calibrate_host(odd, formats=["int8", "mxfp4"], told=lambda step, _: told.append(step))
+    assert told == [], "before anything is measured"
 
 
 class Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
