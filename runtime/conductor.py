@@ -17,50 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from daop.core import BoolArray, FloatArray, Forecast, Phase, Step
+from daop.core import FloatArray, Forecast, Phase, Step
 
+from .engine import Engine, EngineView
 from .policies.base import Costs, Outcome, Plan, Policy
 from .residency import Residency
 from .statistics import Statistics
 from .watching import Watcher, all_spans
-
-
-class TransferError(Exception):
-    """The bytes of an expert could not be brought."""
-
-
-class Engine(Protocol):
-    """What moves bytes: a pool of threads over files, a copy stream, or a virtual link.
-
-    A fetch ends exactly once: its flat id comes out of ``poll``, or out of ``failed``, or ``cancel``
-    returned True for it.
-    """
-
-    @property
-    def now(self) -> float: ...
-
-    @property
-    def link_free_at(self) -> float: ...
-
-    @property
-    def host_free_at(self) -> float: ...
-
-    def fetch(self, flat: int, slot: int, *, demand: bool) -> None:
-        """Start to move an expert into a slot; demand goes before speculation."""
-
-    def promote(self, flat: int) -> None:
-        """A speculative fetch under way has become a demand."""
-
-    def cancel(self, flat: int) -> bool:
-        """Drop a speculative fetch that has not begun; False if it has."""
-
-    def poll(self) -> Sequence[int]:
-        """Fetches that have arrived since the last call."""
-
-    def failed(self) -> Sequence[int]:
-        """Fetches that have failed since the last call."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen, as ``Step``
@@ -76,38 +40,6 @@ class Work:
     late: int
     stream: Sequence[int]
     host: Sequence[int]
-
-
-class EngineView:
-    """The policy's read-only window on residency and engine (see ``policies.base.View``)."""
-
-    def __init__(self, residency: Residency, engine: Engine) -> None:
-        self.resident: BoolArray = _read_only(residency.resident)
-        self.filling: BoolArray = _read_only(residency.filling)
-        self.evictable: BoolArray = _read_only(residency.evictable)
-        self.prefetched: BoolArray = _read_only(residency.prefetched)
-        self.held: Sequence[int] = residency.held
-        self.free_slots = residency.free_slots
-        self.same_slot = residency.same_slot
-        self._engine = engine
-
-    @property
-    def now(self) -> float:
-        return self._engine.now
-
-    @property
-    def link_free_at(self) -> float:
-        return self._engine.link_free_at
-
-    @property
-    def host_free_at(self) -> float:
-        return self._engine.host_free_at
-
-
-def _read_only(flags: BoolArray) -> BoolArray:
-    view = flags.view()
-    view.flags.writeable = False
-    return view
 
 
 class Conductor:
@@ -153,7 +85,7 @@ class Conductor:
 
     def begin(self, phase: Phase, rows: int, new_sequences: int = 0) -> None:
         """A forward pass starts; ``new_sequences``: of how many sequences it is the first."""
-        self._settle()
+        self.settle()
         for watcher in self.watchers:
             watcher.begin(phase, rows)
         if new_sequences:
@@ -168,42 +100,34 @@ class Conductor:
     def plan(self, step: Step) -> Work:
         """Settle what arrived, protect what the step needs, and start what must be fetched."""
         self._tick += 1
-        self._settle()
+        self.settle()
         ready, coming, missing = self.residency.sort_out(step.experts)
-        if not missing and not self._expiry:
-            plan = self.policy.plan(step, missing, self.view)
-        else:
-            if self._expiry:
-                self._drop_expired()
-            plan = self.policy.plan(step, missing, self.view)
-            if coming and (plan.host or plan.stream):
-                elsewhere = {*plan.host, *plan.stream}
-                coming = [flat for flat in coming if flat not in elsewhere]
-            if coming:
-                self._join(coming)
+        if self._expiry:
+            self._drop_expired()
+        plan = self.policy.plan(step, missing, self.view)
+        if coming:
+            coming = self._join(coming, plan)
         for flat in plan.evict:
             self._evict(flat)
         late = len(coming)
         stream = list(plan.stream)
         if plan.keep:
-            admitted, refused = self._admit(plan.keep)
-            coming += admitted
-            stream += refused
+            self._admit(plan.keep, coming, stream)
         self._check(step, ready, coming, stream, plan)
         if self._speculated:
             for flat in ready:
-                self._use(flat)
-        statistics, bytes_of = self.statistics, self._bytes_of
-        for flat in (*stream, *coming[late:]):
-            statistics.bytes.demand += bytes_of[flat]
-        if not self.costs.host_beside:  # where it lies is on the disk: it is read to be computed
-            for flat in plan.host:
-                statistics.bytes.demand += bytes_of[flat]
-        statistics.streamed_experts += len(stream)
-        statistics.host_experts += len(plan.host)
-        misses = len(step.experts) - len(ready) - late
-        statistics.count(step.phase, step.layer, len(ready), misses, late)
-        work = Work(ready=ready, coming=coming, late=late, stream=stream, host=plan.host)
+                if self.residency.use(flat):
+                    self._end(flat, "useful")
+        statistics, bytes_of, hits = self.statistics, self._bytes_of, len(ready)
+        if hits < len(step.experts):
+            demanded = stream + coming[late:]
+            if not self.costs.host_beside:  # where it lies is on the disk: it is read to be computed
+                demanded += plan.host
+            statistics.bytes.demand += sum([bytes_of[flat] for flat in demanded])
+            statistics.streamed_experts += len(stream)
+            statistics.host_experts += len(plan.host)
+        statistics.count(step.phase, step.layer, hits, len(step.experts) - hits - late, late)
+        work = Work(ready, coming, late, stream, plan.host)
         for watcher in self.watchers:
             watcher.planned(step, work)
         return work
@@ -230,14 +154,12 @@ class Conductor:
             self._tell_asked(flat, "prefetch")
 
     def arrived(self, flat: int) -> None:
-        """The caller waited for an expert of ``work.coming``, and its bytes are there."""
-        self._complete(flat)
-
-    def lost(self, flat: int) -> None:
-        """An expert of ``work.coming`` will not arrive: its slot is free, the caller serves it otherwise."""
-        self._expiry.pop(flat, None)
-        self.residency.abandon(flat)
-        self._tell_fate(flat, "failed")
+        """The bytes of an expert under way are there; the caller says so of those that it waited for."""
+        if self._expiry:
+            self._expiry.pop(flat, None)
+        self.residency.complete(flat)
+        for watcher in self.watchers:
+            watcher.arrived(flat)
 
     def finish(self, step: Step, work: Work, stall_seconds: float, compute_seconds: float) -> None:
         """The step was computed: its experts may be given up again."""
@@ -247,26 +169,26 @@ class Conductor:
                 residency.use(flat)
         residency.unprotect(step.experts)
         if self._observes:
-            self.policy.observe(
-                Outcome(
-                    step,
-                    len(work.ready),
-                    len(step.experts) - len(work.ready) - work.late,
-                    work.late,
-                    stall_seconds,
-                    compute_seconds,
-                )
-            )
+            hits, late = len(work.ready), work.late
+            misses = len(step.experts) - hits - late
+            self.policy.observe(Outcome(step, hits, misses, late, stall_seconds, compute_seconds))
         for watcher in self.watchers:
             watcher.finished(step, work, stall_seconds, compute_seconds)
 
     def settle(self) -> None:
         """Take note of the transfers that have ended."""
-        self._settle()
+        for flat in self.engine.poll():
+            self.arrived(flat)
+        for flat in self.engine.failed():
+            self.residency.abandon(flat)
+            if flat in self._expiry:
+                del self._expiry[flat]
+                self.statistics.failed_prefetches += 1
+            self._tell_fate(flat, "failed")
 
     def abort(self, step: Step) -> None:
         """The step broke off and will not be finished; all transfers have ended."""
-        self._settle()
+        self.settle()
         self.residency.unprotect(step.experts)
 
     @property
@@ -277,45 +199,16 @@ class Conductor:
 
     # -- the rules -------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        for flat in self.engine.poll():
-            self._complete(flat)
-        for flat in self.engine.failed():
-            self._expiry.pop(flat, None)
-            self.residency.abandon(flat)
-            self.statistics.failed_prefetches += 1
-            self._tell_fate(flat, "failed")
-
-    def _complete(self, flat: int) -> None:
-        if self._expiry:
-            self._expiry.pop(flat, None)
-        self.residency.complete(flat)
-        for watcher in self.watchers:
-            watcher.arrived(flat)
-
-    def _tell_asked(self, flat: int, cause: str) -> None:
-        for watcher in self.watchers:
-            watcher.asked(flat, cause)
-
-    def _tell_fate(self, flat: int, fate: str) -> None:
-        for watcher in self.watchers:
-            watcher.fate(flat, fate)
-
-    def _use(self, flat: int) -> None:
-        if self.residency.use(flat):
-            self.statistics.prefetches["useful"] += 1
-            self.statistics.bytes.useful += self._bytes_of[flat]
-            self._tell_fate(flat, "useful")
-
-    def _join(self, coming: Sequence[int]) -> None:
-        """Demand joins the prefetches of the same experts."""
-        for flat in coming:
+    def _join(self, coming: Sequence[int], plan: Plan) -> list[int]:
+        """Demand joins the prefetches of the same experts, but for those that the plan serves elsewhere;
+        returns the joined ones."""
+        joined = [flat for flat in coming if flat not in plan.host and flat not in plan.stream]
+        for flat in joined:
             self._expiry.pop(flat, None)
             self.engine.promote(flat)
             if self.residency.use(flat):
-                self.statistics.prefetches["late"] += 1
-                self.statistics.bytes.late += self._bytes_of[flat]
-                self._tell_fate(flat, "late")
+                self._end(flat, "late")
+        return joined
 
     def _drop_expired(self) -> None:
         """Speculation whose layer has been reached is dropped, unless it has begun."""
@@ -329,30 +222,26 @@ class Conductor:
             return False
         del self._expiry[flat]
         self.residency.abandon(flat)
-        self.statistics.prefetches["dropped"] += 1
-        self._tell_fate(flat, "dropped")
+        self._end(flat, "dropped")
         return True
 
-    def _admit(self, keep: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Fetch into slots as many as there is room for, in order; the rest is refused."""
+    def _admit(self, keep: Sequence[int], coming: list[int], stream: list[int]) -> None:
+        """Fetch into slots as many as there is room for, in order: they are ``coming``. The rest is
+        streamed."""
         residency = self.residency
-        admitted: list[int] = []
-        refused: list[int] = []
         free_slots, fetch = residency.free_slots, self.engine.fetch
         for index, flat in enumerate(keep):
-            if not free_slots(flat):
-                self._make_room(flat, keep[index:])
-            if free_slots(flat):
-                fetch(flat, residency.reserve(flat, speculative=False), demand=True)
-                if self.watchers:
-                    self._tell_asked(flat, "demand")
-                admitted.append(flat)
-            else:
-                refused.append(flat)
-        return admitted, refused
+            if not (free_slots(flat) or self._make_room(flat, keep[index:])):
+                stream.append(flat)
+                continue
+            fetch(flat, residency.reserve(flat, speculative=False), demand=True)
+            coming.append(flat)
+            if self.watchers:
+                self._tell_asked(flat, "demand")
 
-    def _make_room(self, flat: int, waiting: Sequence[int]) -> None:
-        """One call for all that wait for the same kind of slot; speculation not begun goes first."""
+    def _make_room(self, flat: int, waiting: Sequence[int]) -> int:
+        """One call for all that wait for the same kind of slot; speculation not begun goes first. Returns
+        how many slots are free then."""
         residency = self.residency
         class_of = residency.class_of
         kind, wanted = class_of[flat], len(waiting)
@@ -360,16 +249,15 @@ class Conductor:
             wanted = len([other for other in waiting if class_of[other] == kind])
         for victim in self.policy.victims(flat, wanted, self.view, None):
             self._evict(victim)
-        if not residency.free_slots(flat):
+        if self._expiry and not residency.free_slots(flat):
             for queued in list(self._expiry):
-                if residency.class_of[queued] == kind and self._drop(queued):
+                if class_of[queued] == kind and self._drop(queued):
                     break
+        return residency.free_slots(flat)
 
     def _evict(self, flat: int) -> None:
         if self._speculated and self.residency.is_prefetched(flat):
-            self.statistics.prefetches["wasted"] += 1
-            self.statistics.bytes.wasted += self._bytes_of[flat]
-            self._tell_fate(flat, "wasted")
+            self._end(flat, "wasted")
         self.residency.evict(flat)
 
     def _check(
@@ -384,3 +272,18 @@ class Conductor:
                 f"policy {type(self.policy).__name__} served layer {step.layer} wrongly: "
                 f"chosen {list(step.experts)}, ready {list(ready)}, planned {plan}"
             )
+
+    # -- the news --------------------------------------------------------------------------------
+
+    def _end(self, flat: int, fate: str) -> None:
+        """A prefetch has met its fate."""
+        self.statistics.end_prefetch(fate, self._bytes_of[flat])
+        self._tell_fate(flat, fate)
+
+    def _tell_fate(self, flat: int, fate: str) -> None:
+        for watcher in self.watchers:
+            watcher.fate(flat, fate)
+
+    def _tell_asked(self, flat: int, cause: str) -> None:
+        for watcher in self.watchers:
+            watcher.asked(flat, cause)

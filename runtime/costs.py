@@ -165,3 +165,10 @@ class HardwareCosts:
     def forward(self, rows: int) -> float:
         """Seconds of a forward pass outside its layers."""
         return self._forward + self._forward_row * max(0, rows - 1)
+
+
+def stretched(seconds: float, slows: float, busy: float) -> float:
+    """A computation of ``seconds`` that takes ``slows`` times as long for the first ``busy`` seconds."""
+    if busy <= 0:
+        return seconds
+    return seconds * slows if seconds * slows <= busy else seconds + busy - busy / slows

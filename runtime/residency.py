@@ -69,9 +69,6 @@ class Residency:
     def is_filling(self, flat: int) -> bool:
         return bool(self._filling[flat])
 
-    def is_evictable(self, flat: int) -> bool:
-        return bool(self._evictable[flat])
-
     def is_prefetched(self, flat: int) -> bool:
         """Brought by speculation and not used since."""
         return bool(self._prefetched[flat])
@@ -88,7 +85,8 @@ class Residency:
         return [flat for flat in experts if not (resident[flat] or filling[flat])]
 
     def sort_out(self, experts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-        """Protect what the running layer needs, as ``protect`` does: (resident, filling, missing) of it."""
+        """The running layer needs these: none is a victim until ``unprotect``. Returns those that are
+        resident, filling, and missing."""
         is_resident, is_filling = self._resident, self._filling
         protected, evictable = self._protected, self._evictable
         resident: list[int] = []
@@ -168,15 +166,22 @@ class Residency:
         self._prefetched[flat] = 0
         return first
 
-    def protect(self, experts: Sequence[int]) -> None:
-        """The running layer needs these: none is a victim until ``unprotect``."""
-        protected, evictable = self._protected, self._evictable
-        for flat in experts:
-            protected[flat] = 1
-            evictable[flat] = 0
-
     def unprotect(self, experts: Sequence[int]) -> None:
+        """The layer was computed: see ``sort_out``."""
         protected, evictable, resident = self._protected, self._evictable, self._resident
         for flat in experts:
             protected[flat] = 0
             evictable[flat] = resident[flat]
+
+
+def share_by_class(geometry: Geometry, slots: int) -> list[int]:
+    """Divide slots among the sizes of experts, in proportion to how many experts have each size."""
+    sizes = sorted(set(geometry.expert_bytes))
+    counts = [
+        sum(n for n, size in zip(geometry.experts, geometry.expert_bytes, strict=True) if size == one)
+        for one in sizes
+    ]
+    shares = [slots * count // geometry.total for count in counts]
+    for index in range(slots - sum(shares)):
+        shares[index % len(shares)] += 1
+    return [min(share, count) for share, count in zip(shares, counts, strict=True)]

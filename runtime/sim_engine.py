@@ -1,4 +1,4 @@
-"""A link of a virtual machine: the simulator's ``conductor.Engine``.
+"""A link of a virtual machine: the simulator's ``engine.Engine``.
 
 Demand is served in order and never overtaken, so its end is known when it is asked for. Speculation
 uses what demand leaves: it advances in chunks, only as far as the clock has come, and a demand that

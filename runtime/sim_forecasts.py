@@ -8,6 +8,7 @@ about three quarters of the next layer's experts, in the range that papers repor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from daop.core import Forecast, Geometry, Step
 
@@ -17,8 +18,22 @@ from .profile import Profile
 from .sim_traffic import Forward
 
 
+class Forecaster(Protocol):
+    """What announces the next layers to the simulated policies that ask for it."""
+
+    def forward(self, forward: Forward) -> None:
+        """A forward pass begins. An honest forecaster looks only at what is behind it."""
+
+    def after(self, step: Step, horizon: int) -> Sequence[Forecast]:
+        """The router of ``step`` is known: forecasts of the next ``horizon`` layers."""
+
+    @property
+    def seconds(self) -> float:
+        """What one call of ``after`` costs the main thread."""
+
+
 class OnlineForecaster:
-    """``simulator.Forecaster`` over a ``ContextState`` that learns as the trace goes on."""
+    """A ``Forecaster`` over a ``ContextState`` that learns as the trace goes on."""
 
     def __init__(self, geometry: Geometry, profile: Profile | None) -> None:
         frequency = None if profile is None else profile.frequency

@@ -15,81 +15,21 @@ Deterministic: equal inputs give equal outputs, to the last digit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import numpy as np
 
 from daop.core import DaopError, Forecast, Geometry, Phase, Step
 
 from .conductor import Conductor, Work
-from .costs import HardwareCosts
+from .costs import HardwareCosts, stretched
 from .policies.approximate import Approximate
 from .policies.base import Policy
-from .residency import Residency
+from .residency import Residency, share_by_class
 from .sim_early import SimulatedEarly
 from .sim_engine import VirtualEngine
+from .sim_forecasts import Forecaster
+from .sim_run import Run
 from .sim_traffic import Forward, Traffic, forwards
 from .statistics import Statistics
 from .watching import Watcher
-
-
-class Forecaster(Protocol):
-    """What announces the next layers to the policies that ask for it."""
-
-    def forward(self, forward: Forward) -> None:
-        """A forward pass begins. An honest forecaster looks only at what is behind it."""
-
-    def after(self, step: Step, horizon: int) -> Sequence[Forecast]:
-        """The router of ``step`` is known: forecasts of the next ``horizon`` layers."""
-
-    @property
-    def seconds(self) -> float:
-        """What one call of ``after`` costs the main thread."""
-
-
-@dataclass
-class Run:
-    """What one simulated run gave."""
-
-    statistics: Statistics
-    seconds: float = 0.0
-    tokens: int = 0
-    decode_seconds: float = 0.0
-    decode_tokens: int = 0
-    tpot: list[float] = field(default_factory=list)
-    ttft: list[float] = field(default_factory=list)
-    link_busy_seconds: float = 0.0
-    device_seconds: float = 0.0
-    host_seconds: float = 0.0
-    layer_seconds: float = 0.0
-    forward_seconds: float = 0.0
-    decision_seconds: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        if self.decode_seconds:
-            return self.decode_tokens / self.decode_seconds
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        tpot = np.asarray(self.tpot or [0.0]) * 1e3
-        return {
-            "tokens_per_second": self.tokens_per_second,
-            "tokens": self.tokens,
-            "ttft_ms": float(np.median(self.ttft) * 1e3) if self.ttft else 0.0,
-            "tpot_ms": {f"p{q}": float(np.percentile(tpot, q)) for q in (50, 95, 99)},
-            **self.statistics.as_dict(),
-            "busy_ms": {
-                "layers": self.layer_seconds * 1e3,
-                "outside_layers": self.forward_seconds * 1e3,
-                "decisions": self.decision_seconds * 1e3,
-                "device": self.device_seconds * 1e3,
-                "host": self.host_seconds * 1e3,
-                "link": self.link_busy_seconds * 1e3,
-                "total": self.seconds * 1e3,
-            },
-        }
 
 
 class Simulator:
@@ -157,7 +97,6 @@ class Simulator:
             self.conductor.arrived(flat)
         self._began = engine.now
         engine.busy_seconds = 0.0
-        self._joined: dict[int, float] = {}
 
     def finish(self) -> Run:
         self.statistics.bytes.pending = self.conductor.pending_bytes
@@ -353,23 +292,3 @@ class Simulator:
                 waited += end - at
                 at = end
         return at, waited, compute
-
-
-def stretched(seconds: float, slows: float, busy: float) -> float:
-    """A computation of ``seconds`` that takes ``slows`` times as long for the first ``busy`` seconds."""
-    if busy <= 0:
-        return seconds
-    return seconds * slows if seconds * slows <= busy else seconds + busy - busy / slows
-
-
-def share_by_class(geometry: Geometry, slots: int) -> list[int]:
-    """Divide slots among the sizes of experts, in proportion to how many experts have each size."""
-    sizes = sorted(set(geometry.expert_bytes))
-    counts = [
-        sum(n for n, size in zip(geometry.experts, geometry.expert_bytes, strict=True) if size == one)
-        for one in sizes
-    ]
-    shares = [slots * count // geometry.total for count in counts]
-    for index in range(slots - sum(shares)):
-        shares[index % len(shares)] += 1
-    return [min(share, count) for share, count in zip(shares, counts, strict=True)]

@@ -85,6 +85,12 @@ class Statistics:
         of_misses[layer] += misses
         of_lates[layer] += late
 
+    def end_prefetch(self, fate: str, nbytes: int) -> None:
+        """A prefetch of so many bytes was useful, late, wasted, or dropped: then nothing was moved."""
+        self.prefetches[fate] += 1
+        if fate != "dropped":
+            setattr(self.bytes, fate, getattr(self.bytes, fate) + nbytes)
+
     def hit_rate(self, phase: Phase | None = None) -> float:
         """Hits over requests, of one phase or of both; 0 if there was no request."""
         rows = slice(None) if phase is None else slice(0, 1) if phase is Phase.PREFILL else slice(1, 2)

@@ -70,7 +70,7 @@ class Ticket:
 
 
 class FileTransfers:
-    """The engine of the device ``host`` (see ``conductor.Engine``), and reads into staging slots."""
+    """The engine of the device ``host`` (see ``engine.Engine``), and reads into staging slots."""
 
     def __init__(
         self, checkpoint: Checkpoint, memory: SlotMemory, reader: Reader, *, threads: int, chunk: int = CHUNK

@@ -20,7 +20,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from daop.core import DaopError
-from daop.runtime.conductor import TransferError
 
 
 class Output:
@@ -99,8 +98,6 @@ def mended() -> Iterator[None]:
     """Failures of the machine under a run, said as errors that a person can act on."""
     try:
         yield
-    except TransferError as error:
-        raise DaopError(f"{error}. The run was stopped, since its answer would be wrong") from error
     except MemoryError as error:
         raise DaopError(
             "memory ran out: give fewer bytes to experts (--fast-memory), or plan a shorter --context"

@@ -29,7 +29,7 @@ BANDWIDTH = 20e9  # bytes per second until copies have been timed
 
 
 class LinkTransfers:
-    """The engine of the device ``cuda`` (see ``conductor.Engine``), and copies into staging slots. One thread
+    """The engine of the device ``cuda`` (see ``engine.Engine``), and copies into staging slots. One thread
     calls."""
 
     def __init__(

@@ -13,8 +13,9 @@ from daop.runtime.costs import HardwareCosts
 from daop.runtime.policies.base import make_policy
 from daop.runtime.profile import Profile
 from daop.runtime.sim_forecasts import OnlineForecaster
+from daop.runtime.sim_run import Run
 from daop.runtime.sim_traffic import Traffic
-from daop.runtime.simulator import Run, Simulator
+from daop.runtime.simulator import Simulator
 
 PATH = Path(__file__).parents[1] / "data" / "gpt-oss-20b-excerpt.npz"
 GEOMETRY = Geometry.uniform(24, 32, 4, 13_200_000)

@@ -242,35 +242,42 @@ class Harness:
         if early:
             conductor.look_ahead(step, self._forecasts(layer))
             self.check_state(step.experts)
-        lost = [flat for flat in work.coming if not self._deliver(flat)]
+        if not all(self._deliver(flat) for flat in work.coming):
+            self._break_off(step)
+            return work
         self.check_state(step.experts)
         if not early:
             conductor.look_ahead(step, self._forecasts(layer))
             self.check_state(step.experts)
         for flat in (*work.ready, *work.coming):
-            if flat not in lost:
-                assert engine.content[engine.place(flat)] == flat, "would compute with another expert's bytes"
+            assert engine.content[engine.place(flat)] == flat, "would compute with another expert's bytes"
         conductor.finish(step, work, 1e-4, 1e-4)
         self.check_state(())
         return work
 
     def _deliver(self, flat: int) -> bool:
+        """Wait for an expert as an executor does; False if it will not come."""
         engine = self.engine
         if flat in engine.under_way and self.faults and self.decide(7) == 0:
             del engine.under_way[flat]
-            self.conductor.lost(flat)
+            engine._failed.append(flat)
+        if flat in engine._failed:  # now, or between plan and now
             return False
         if flat in engine.under_way:
             engine.land(flat)
-            self.conductor.arrived(flat)
-        elif flat in engine._failed:  # it failed between plan and now
-            engine._failed.remove(flat)
-            self.conductor.lost(flat)
-            return False
         else:
             engine._arrived.remove(flat)
-            self.conductor.arrived(flat)
+        self.conductor.arrived(flat)
         return True
+
+    def _break_off(self, step: Step) -> None:
+        """An expert did not come: every transfer is let end, and the step is given up."""
+        engine = self.engine
+        for flat in list(engine.under_way):
+            engine.land(flat)
+            engine._arrived.append(flat)
+        self.conductor.abort(step)
+        self.check_state(())
 
     def _forecasts(self, layer: int) -> list[Forecast]:
         out = []
@@ -323,5 +330,5 @@ class Harness:
             assert states == (residency.slot_of[flat] >= 0)
             if residency.is_filling(flat):
                 assert flat in engine.under_way or flat in engine._arrived or flat in engine._failed
-                assert not residency.is_evictable(flat)
-            assert residency.is_evictable(flat) == (residency.is_resident(flat) and flat not in needed)
+                assert not residency.evictable[flat]
+            assert residency.evictable[flat] == (residency.is_resident(flat) and flat not in needed)

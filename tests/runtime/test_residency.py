@@ -42,7 +42,7 @@ def test_states_follow_the_changes(slots: list[int], seed: int) -> None:
             residency.evict(flat)
         elif action == 4:
             protected.add(flat)
-            residency.protect([flat])
+            residency.sort_out([flat])
         elif action == 5:
             protected.discard(flat)
             residency.unprotect([flat])
@@ -51,7 +51,7 @@ def test_states_follow_the_changes(slots: list[int], seed: int) -> None:
             resident[flat] = False
         assert {f for f in range(12) if residency.is_resident(f)} == set(resident)
         assert {f for f in range(12) if residency.is_filling(f)} == set(filling)
-        assert {f for f in range(12) if residency.is_evictable(f)} == set(resident) - protected
+        assert {f for f in range(12) if residency.evictable[f]} == set(resident) - protected
         brought = {f for f, early in {**filling, **resident}.items() if early}
         assert {f for f in range(12) if residency.is_prefetched(f)} == brought
         assert residency.missing(range(12)) == [
@@ -75,7 +75,7 @@ def test_illegal_changes_are_refused() -> None:
     residency.complete(3)
     with pytest.raises(AssertionError, match="not under way"):
         residency.complete(3)
-    residency.protect([3])
+    residency.sort_out([3])
     with pytest.raises(AssertionError, match="may not be evicted"):
         residency.evict(3)
     with pytest.raises(DaopError, match="negative"):
@@ -90,8 +90,8 @@ def test_sorting_out_a_step_protects_it() -> None:
     assert residency.sort_out([0, 1, 2]) == ([0], [1], [2])
     assert residency.missing([0, 1, 2]) == [2]
     assert residency.protected.tolist() == [True, True, True, False, False, False]
-    assert not residency.is_evictable(0), "what the running layer needs is not a victim"
+    assert not residency.evictable[0], "what the running layer needs is not a victim"
     residency.complete(1)
-    assert not residency.is_evictable(1)
+    assert not residency.evictable[1]
     residency.unprotect([0, 1, 2])
-    assert residency.is_evictable(0)
+    assert residency.evictable[0]

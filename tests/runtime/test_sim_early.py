@@ -22,8 +22,9 @@ from daop.runtime.policies.bounded import Bounded
 from daop.runtime.policies.daop import Daop
 from daop.runtime.policies.deferral import Deferral
 from daop.runtime.sequence_placement import RecentPlacement, SequencePlacement
+from daop.runtime.sim_run import Run
 from daop.runtime.sim_traffic import Traffic
-from daop.runtime.simulator import Run, Simulator
+from daop.runtime.simulator import Simulator
 from daop.training.parquet import read_trace
 
 

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from daop.core import DaopError, Forecast, Geometry, Phase, Step
-from daop.runtime.costs import Hardware, HardwareCosts
+from daop.runtime.costs import Hardware, HardwareCosts, stretched
 from daop.runtime.policies.base import POLICIES, Plan, Policy, Prefetch, View
+from daop.runtime.residency import share_by_class
 from daop.runtime.sim_engine import VirtualEngine
+from daop.runtime.sim_run import Run
 from daop.runtime.sim_traffic import Traffic, forwards
-from daop.runtime.simulator import Run, Simulator, share_by_class, stretched
+from daop.runtime.simulator import Simulator
 
 EXCERPT = Path(__file__).parents[1] / "data" / "gpt-oss-20b-excerpt.npz"
 SMALL = Geometry.uniform(2, 4, 2, 1_000_000)

@@ -23,8 +23,9 @@ from daop.runtime.chrome_trace import TRANSFERS, write_chrome_trace
 from daop.runtime.costs import Hardware, HardwareCosts
 from daop.runtime.policies.base import make_policy
 from daop.runtime.sim_forecasts import OnlineForecaster
+from daop.runtime.sim_run import Run
 from daop.runtime.sim_traffic import Traffic
-from daop.runtime.simulator import Run, Simulator
+from daop.runtime.simulator import Simulator
 from daop.runtime.timeline import Timeline
 
 EXCERPT = Path(__file__).parents[1] / "data" / "gpt-oss-20b-excerpt.npz"
