@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from daop.config import DEFAULT_POLICY
+from daop.config import DEFAULT_POLICY, RunConfig
 from daop.core import DaopError
 from daop.forward_watch import ForwardWatch
 from daop.generation import Generation, OnText, generate, stream
@@ -29,6 +29,7 @@ from daop.runtime.profile import Profile
 from daop.runtime.recording import ForecastRecorder, Recorder
 from daop.runtime.statistics import Statistics
 from daop.runtime.watching import Watcher
+from daop.turns import Turns
 
 if TYPE_CHECKING:
     from daop.training.recorder import TraceRecorder
@@ -45,7 +46,7 @@ def load(
     fast_memory: int | str | None = None,
     ecr: float | None = None,
     direct_io: bool = False,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     threads: int | None = None,
     context: int = 2048,
     batch: int = 1,
@@ -75,6 +76,10 @@ def load(
     compute, for torch as a whole. Raises DaopError with the remedy when something does not fit.
     """
     say = progress or (lambda _, __: None)
+    dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    RunConfig(  # refuses what is out of range
+        model=str(model), ecr=ecr, dtype=dtype, threads=threads, context=context, batch=batch, seed=seed
+    )
     torch.manual_seed(seed)
     if threads is None and not asked_threads():  # torch knows nothing of quotas
         threads = min(torch.get_num_threads(), read_cpu().cores)
@@ -100,18 +105,23 @@ def load(
     if trace is not None:
         recorder = _recorder(trace, checkpoint, policy, trace_token_ids, trace_distances)
     say("loading everything but the experts", 0.1)
-    return Runtime(
-        checkpoint,
-        found,
-        chosen,
-        policy_name=policy if isinstance(policy, str) else type(policy).__name__,
-        dtype=dtype,
-        costs_from=costs_from,
-        recorder=recorder,
-        forecasts=recorder if trace_distances else None,
-        watchers=watchers,
-        progress=say,
-    )
+    try:
+        return Runtime(
+            checkpoint,
+            found,
+            chosen,
+            policy_name=policy if isinstance(policy, str) else type(policy).__name__,
+            dtype=dtype,
+            costs_from=costs_from,
+            recorder=recorder,
+            forecasts=recorder if trace_distances else None,
+            watchers=watchers,
+            progress=say,
+        )
+    except BaseException:
+        if recorder is not None:
+            recorder.keep_partial()
+        raise
 
 
 def _policy(
@@ -154,7 +164,10 @@ def _recorder(
 
 
 class Runtime:
-    """A model whose routed experts daop runs. ``model`` is a plain transformers model."""
+    """A model whose routed experts daop runs. ``model`` is a plain transformers model.
+
+    Threads may share a runtime: generations, and layers of ``model`` called by itself, wait for each other.
+    """
 
     def __init__(
         self,
@@ -175,6 +188,8 @@ class Runtime:
         self.checkpoint = checkpoint
         self.geometry = checkpoint.geometry
         self._run: ExpertsFn | None = None
+        self._closed = False
+        self._generations, self._layer = Turns(), Lock()
         built = build_model(checkpoint, self._experts, dtype=_torch_dtype(dtype), device=device.torch_device)
         self.model = built.model
         self.tokenizer = _tokenizer(checkpoint.path)
@@ -184,13 +199,13 @@ class Runtime:
         )
         self.plan = self._machinery.plan
         self._executor = self._machinery.executor
-        self._around = around(self._executor, policy, built, forecasts)
-        self._run = self._around.run
-        self._watch = ForwardWatch(self.model, self._executor, self._around)
         try:
+            self._around = around(self._executor, policy, built, forecasts)
+            self._run = self._around.run
+            self._watch = ForwardWatch(self.model, self._executor, self._around)
             self._executor.start()
         except BaseException:
-            self.close()
+            self.close(complete=False)
             raise
         self._bytes_at_reset = self._machinery.bytes_read
         progress("ready", 1.0)
@@ -207,6 +222,20 @@ class Runtime:
         **options: Any,
     ) -> list[Generation]:
         """Generate for all prompts as one batch; ``options`` go to transformers' ``generate``."""
+        self._check_open()
+        if isinstance(prompts, (str, bytes)):
+            raise DaopError("generate takes a list of prompts: put the one into brackets")
+        with self._generations:
+            return self._generate(prompts, max_new_tokens, on_text, stop, options)
+
+    def _generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        max_new_tokens: int,
+        on_text: OnText | None,
+        stop: Event | None,
+        options: dict[str, Any],
+    ) -> list[Generation]:
         ids = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
         said: list[bool] = []
 
@@ -217,7 +246,7 @@ class Runtime:
 
         while True:
             try:
-                answers = generate(
+                return generate(
                     self.model,
                     self.tokenizer,
                     ids,
@@ -226,12 +255,11 @@ class Runtime:
                     stop=stop,
                     **options,
                 )
-                break
             except torch.OutOfMemoryError as error:  # of attention or the KV cache: experts see to theirs
                 trouble = error
+            finally:  # what follows is no part of a sequence that broke off
+                self._watch.next_sequences(len(ids))
             self._make_room(trouble, again=not said and self._executor.recorder is None)
-        self._watch.next_sequences(len(ids))
-        return answers
 
     def _make_room(self, trouble: BaseException, *, again: bool) -> None:
         """The device's memory was used up outside the experts: give up a part of the hot set. Raises
@@ -323,12 +351,18 @@ class Runtime:
 
         ``complete`` False: the run broke off, so a trace stays marked as unfinished.
         """
+        self._closed = True
         self._machinery.close()
         recorder, self._executor.recorder = self._executor.recorder, None
         if recorder is not None:
             recorder.close() if complete else recorder.keep_partial()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DaopError("this runtime is closed: load the model again")
+
     def __enter__(self) -> Runtime:
+        self._check_open()
         return self
 
     def __exit__(
@@ -342,7 +376,9 @@ class Runtime:
         """What transformers' experts modules call."""
         if self._run is None:
             raise AssertionError("the model is called before its device is set up")
-        return self._run(layer, hidden, ids, weights)
+        self._check_open()
+        with self._layer:
+            return self._run(layer, hidden, ids, weights)
 
     def _use(self, run: ExpertsFn) -> None:
         self._run = run

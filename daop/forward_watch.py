@@ -30,14 +30,16 @@ class ForwardWatch:
         self._early = between.early
         self._tap = between.tap
         self._sequence = 0  # number of the running batch's first sequence in the trace
+        self._begun = False  # whether anything of it was run
         self._ended: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self._model = model
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
 
     def next_sequences(self, count: int) -> None:
-        """The ``count`` sequences of the running batch are over."""
-        self._sequence += count
+        """The ``count`` sequences of the running batch, if anything of it was run, are over."""
+        self._sequence += count if self._begun else 0
+        self._begun = False
 
     def _before(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids")
@@ -45,6 +47,7 @@ class ForwardWatch:
             tokens = kwargs.get("inputs_embeds", args[0] if args else None)
         if tokens is None:
             return
+        self._begun = True
         rows, length = int(tokens.shape[0]), int(tokens.shape[1])
         cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
         seen = int(cache.get_seq_length()) if cache is not None else 0

@@ -112,6 +112,7 @@ def generate(
     **options: Any,
 ) -> list[Generation]:
     """Generate for all ``prompts`` (token ids) as one left-padded batch; greedy unless options say else."""
+    _check_options(options)
     _check_room(model, prompts, max_new_tokens)
     end_ids = _end_ids(model)
     pad = _pad_id(model, tokenizer, end_ids)
@@ -119,7 +120,9 @@ def generate(
     rows = [[pad] * (longest - len(ids)) + list(ids) for ids in prompts]
     mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
     clock = _Clock(len(prompts), end_ids, tokenizer, on_text)
-    criteria = StoppingCriteriaList([_Stop(stop)] if stop else [])
+    criteria = StoppingCriteriaList([*options.pop("stopping_criteria", ()), *([_Stop(stop)] if stop else ())])
+    if options.get("stop_strings") is not None:
+        options.setdefault("tokenizer", tokenizer)
     began = time.perf_counter()
     with torch.inference_mode():
         out = model.generate(
@@ -172,11 +175,26 @@ def stream(run: Callable[[OnText, Event], object]) -> Iterator[str]:
         thread.join()
 
 
+ONE_EACH = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "streamer": None}
+"""What there is one answer to each prompt for, with the times of its tokens."""
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for name, usual in ONE_EACH.items():
+        if options.get(name, usual) not in (usual, None):
+            raise DaopError(
+                f"{name}={options[name]!r} does not give one timed answer to each prompt: call "
+                "runtime.model.generate, which is transformers' own"
+            )
+
+
 def _check_room(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     if not prompts or min(len(ids) for ids in prompts) == 0:
         raise DaopError("a prompt is empty: there is nothing to continue")
     if max_new_tokens < 1:
         raise DaopError(f"--max-new-tokens is {max_new_tokens}; it must be at least 1")
+    if min(min(ids) for ids in prompts) < 0:
+        raise DaopError("a prompt holds a negative token id")
     vocabulary = model.get_input_embeddings().num_embeddings
     if max(max(ids) for ids in prompts) >= vocabulary:
         raise DaopError(f"a prompt holds a token id beyond the model's vocabulary of {vocabulary}")

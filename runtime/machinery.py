@@ -175,7 +175,22 @@ class HostMachinery:
         self.memory = SlotMemory(checkpoint.layouts, plan.slots, STAGING)
         self.reader = FileReader(checkpoint.files, direct_io=direct_io, largest=CHUNK)
         self.transfers = FileTransfers(checkpoint, self.memory, self.reader, threads=READ_THREADS)
-        geometry = checkpoint.geometry
+        try:
+            self.executor = self._executor(checkpoint, policy, built, hardware, recorder, watchers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _executor(
+        self,
+        checkpoint: Checkpoint,
+        policy: Policy,
+        built: BuiltModel,
+        hardware: Hardware | None,
+        recorder: Recorder | None,
+        watchers: Sequence[Watcher],
+    ) -> HostExecutor:
+        geometry, plan = checkpoint.geometry, self.plan
         self.residency = Residency(geometry, plan.slots, self.memory.class_of_layer)
         compute = [
             HostExperts(layout, form, count)
@@ -187,7 +202,7 @@ class HostMachinery:
         conductor = Conductor(policy, self.residency, self.transfers, costs, Statistics(geometry), watchers)
         if watchers:
             self.transfers.span = conductor.span
-        self.executor = HostExecutor(
+        return HostExecutor(
             checkpoint=checkpoint,
             memory=self.memory,
             transfers=self.transfers,
