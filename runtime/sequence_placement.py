@@ -43,6 +43,9 @@ class Book(Protocol):
     def open(self, sequences: Sequence[int]) -> None:
         """New sequences begin; what was known of their numbers is forgotten."""
 
+    def close(self, sequences: Sequence[int]) -> None:
+        """These sequences are over."""
+
     def forget_all(self) -> None:
         """No sequence is known any more."""
 
@@ -66,6 +69,13 @@ class SequencePlacement:
         """New sequences begin; what was known of their numbers is forgotten."""
         for sequence in sequences:
             self._counts[sequence] = [np.zeros(len(layer), dtype=np.int64) for layer in self.start]
+            for layer in range(len(self.start)):
+                self._behind.pop((sequence, layer), None)
+
+    def close(self, sequences: Sequence[int]) -> None:
+        """These sequences are over."""
+        for sequence in sequences:
+            self._counts.pop(sequence, None)
             for layer in range(len(self.start)):
                 self._behind.pop((sequence, layer), None)
 
@@ -131,6 +141,11 @@ class RecentPlacement:
     def open(self, sequences: Sequence[int]) -> None:
         for sequence in sequences:
             self._scores[sequence] = [part.copy() for part in self._start]
+
+    def close(self, sequences: Sequence[int]) -> None:
+        """These sequences are over."""
+        for sequence in sequences:
+            self._scores.pop(sequence, None)
 
     def forget_all(self) -> None:
         self._scores.clear()

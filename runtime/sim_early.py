@@ -82,6 +82,7 @@ class SimulatedEarly:
         self._late_until = 0.0
         self._late: dict[int, int] = {}
         self._announced = False
+        self._running: set[int] = set()
 
     def begin(self, forward: Forward) -> None:
         """A forward pass starts."""
@@ -89,6 +90,11 @@ class SimulatedEarly:
         self._sequences: NDArray[np.int64] = self._traffic.sequence[self._tokens].astype(np.int64)
         self._announced = False
         self._late_until = 0.0
+        running = set(self._sequences.tolist())
+        if forward.phase is Phase.DECODE:  # of every sequence that has begun and not ended
+            self.policy.close(sorted(self._running - running))
+            self._running.clear()
+        self._running |= running
 
     def enter(self, step: Step) -> Step:
         """The router of ``step`` is known; returns the step that runs."""

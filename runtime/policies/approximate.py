@@ -99,6 +99,10 @@ class Approximate(Policy):
         """New sequences begin; what was known of their numbers is forgotten."""
         self.placement.open(sequences)
 
+    def close(self, sequences: Sequence[int]) -> None:
+        """These sequences are over: nothing of them is kept."""
+        self.placement.close(sequences)
+
     def asks(self, layer: int) -> bool:
         """Whether the router of ``layer + 1`` is to be asked while ``layer`` runs."""
         return False

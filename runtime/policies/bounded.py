@@ -64,6 +64,11 @@ class Bounded(Adaptive, Approximate):
         for sequence in sequences:
             self._usual[sequence] = np.zeros(self.geometry.layers, dtype=np.float32)
 
+    def close(self, sequences: Sequence[int]) -> None:
+        super().close(sequences)
+        for sequence in sequences:
+            self._usual.pop(sequence, None)
+
     # -- which calls -----------------------------------------------------------------------------
 
     def asks(self, layer: int) -> bool:

@@ -203,3 +203,26 @@ def test_a_sequence_keeps_what_it_used_of_late() -> None:
     for pair in ([1, 2], [3, 4], [1, 3]):
         steps.prompt(0, np.asarray([pair]), np.asarray([7]))
     assert np.allclose(whole._of(0, 7), steps._of(0, 7)), "a prompt at once or token by token"
+
+
+@pytest.mark.parametrize("name", ["bounded", "daop", "deferral"])
+def test_nothing_is_kept_of_a_sequence_that_is_over(name: str) -> None:
+    """A book for each sequence of a long trace would be a leak."""
+    sequences, length = 40, 4
+    traffic = small([[[0, 1], [2, 3]]] * sequences * length)
+    n = sequences * length
+    traffic = replace(
+        traffic,
+        sequence=np.repeat(np.arange(sequences, dtype=np.int32), length),
+        prefill=np.tile(np.asarray([True, False, False, False]), sequences),
+        weights=np.full((n, 2, 2), 0.5, dtype=np.float16),
+        distances=np.full((n, 2), 0.1, dtype=np.float32),
+        forecast_ids=traffic.ids,
+        forecast_weights=np.full((n, 2, 2), 0.5, dtype=np.float16),
+    )
+    policy = make_policy(name)
+    assert isinstance(policy, Approximate)
+    simulate(policy, traffic, slots=2, batch=3)
+    book = vars(policy.placement)
+    kept = [*(book.get(key, ()) for key in ("_counts", "_behind", "_scores")), vars(policy).get("_usual", ())]
+    assert 0 < sum(map(len, kept)) <= 3 * 2 * LAYERS
