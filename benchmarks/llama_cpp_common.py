@@ -54,6 +54,7 @@ class Side:
     idle OpenMP threads spin for a while; so do those of another process, which ``call`` waits for."""
 
     def __init__(self, threads: int) -> None:
+        self.threads = threads
         os.environ.pop("OMP_WAIT_POLICY", None)  # both sides as they are by default
         os.environ["OMP_NUM_THREADS"] = str(threads)
         self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))

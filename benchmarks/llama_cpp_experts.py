@@ -21,7 +21,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -183,9 +183,17 @@ def result(way: str, tokens: int) -> Floats:
     return run(*KEPT["side"].task.step(0, tokens))
 
 
-def seconds(way: str, tokens: int, turn: int) -> float:
+def calling(turn: int, threads: int) -> float:
+    """Seconds of a call of daop's for one token, experts so small that nothing but the call takes time."""
+    if "small" not in KEPT:
+        task: Task = KEPT["side"].task
+        KEPT["small"] = Ours(replace(task, hidden=64, inner=64), threads)
+    return seconds("run", 1, turn, "small")
+
+
+def seconds(way: str, tokens: int, turn: int, which: str = "side") -> float:
     """Median of a few calls; the first only wakes the threads."""
-    side, taken = KEPT["side"], []
+    side, taken = KEPT[which], []
     run = getattr(side, way)
     for call in range(CALLS + 1):
         experts, x = side.task.step(1 + turn * (CALLS + 1) + call, tokens)

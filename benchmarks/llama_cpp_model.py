@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from decode_resident import random_model
 from llama_cpp_common import GGML_NAMES, Side, bindings
-from llama_cpp_experts import Ours, Task, Theirs, begin, seconds
+from llama_cpp_experts import Ours, Task, Theirs, begin, calling, seconds
 from llama_cpp_gguf import write_gguf
 from numpy.typing import NDArray
 
@@ -169,9 +169,7 @@ def check(ours: Side, theirs: Side, tokens: int) -> dict[str, float]:
     return {"logits_apart": apart, "equal_greedy_tokens": equal}
 
 
-def measure(
-    sides: dict[str, Side], experts: Task, layers: int, tokens: int, repeats: int
-) -> dict[str, float]:
+def measure(sides: dict[str, Side], layers: int, tokens: int, repeats: int) -> dict[str, float]:
     """Milliseconds a token of everything, and the ratios; the first round only warms up."""
     rows = []
     for repeat in range(repeats + 1):
@@ -181,6 +179,7 @@ def measure(
                 "transformers_rest": sides["daop"].call(nothing_decodes, tokens),
                 "transformers_products": sides["daop"].call(products, tokens),
                 "daop_experts": layers * sides["daop experts"].call(seconds, "run", 1, repeat),
+                "daop_calling": layers * sides["daop experts"].call(calling, repeat, sides["daop"].threads),
                 "read": layers * sides["daop experts"].call(seconds, "read", 1, repeat),
                 "llama": sides["llama.cpp"].call(theirs_decodes, tokens),
                 "llama_experts": layers * sides["llama.cpp experts"].call(seconds, "run", 1, repeat),
@@ -211,8 +210,9 @@ def show(name: str, got: dict[str, float]) -> None:
         f"{got['equal_greedy_tokens']:.0%} of greedy tokens equal"
     )
     print(
-        f"      ms a token: daop {got['daop_ms']:.1f} = experts {got['daop_experts_ms']:.1f} + transformers "
-        f"{got['transformers_rest_ms']:.1f} ({inside:.1f} of it products) + between them {own:.1f}"
+        f"      ms a token: daop {got['daop_ms']:.1f} = experts {got['daop_experts_ms']:.1f} "
+        f"({got['daop_calling_ms']:.1f} of it calling them) + transformers {got['transformers_rest_ms']:.1f} "
+        f"({inside:.1f} of it products) + between them {own:.1f}"
     )
     print(
         f"      llama.cpp {got['llama_ms']:.1f} = experts {got['llama_experts_ms']:.1f} + the rest {rest:.1f}"
@@ -259,7 +259,7 @@ def main() -> None:
                 f"{len(PROMPT)} + {options.tokens} tokens"
             )
         got = check(sides["daop"], sides["llama.cpp"], options.tokens)
-        got |= measure(sides, task, geometry.layers, options.tokens, options.repeats)
+        got |= measure(sides, geometry.layers, options.tokens, options.repeats)
         show(name, got)
         results.append({"format": name, **got})
     for side in sides.values():

@@ -46,6 +46,29 @@ def resident(found: Any) -> Row:
     return what, f"{ours:.1f} tokens/s", f"transformers: {beside}", "`decode_resident.py`"
 
 
+def llama_model(found: Any) -> Row:
+    def speeds(side: str) -> str:
+        return ", ".join(f"{row['format']} {row[f'{side}_tokens_per_s']:.1f}" for row in found["results"])
+
+    what = "the same model and equal weights on llama.cpp; `docs/speed.md` says what separates the two"
+    return what, f"{speeds('daop')} tokens/s", f"llama.cpp: {speeds('llama')}", "`llama_cpp_model.py`"
+
+
+def llama_experts(found: Any) -> Row:
+    said: dict[str, list[str]] = {}
+    for row in found["results"]:
+        said.setdefault(row["format"], []).append(f"{row['times_ggml']:.2f}")
+    ours = "; ".join(f"{name} {', '.join(ratios)} x" for name, ratios in said.items())
+    shape = found["results"][0]["shape"].replace("x", " x ").replace(":", ", ").replace("/", " of ")
+    what = f"experts alone ({shape}), 1, 4 and 16 tokens each, equal weights"
+    return (
+        what,
+        ours,
+        "ggml's speed in the same run (MXFP4: rounding activations, daop does not)",
+        ("`llama_cpp_experts.py`"),
+    )
+
+
 def disk(found: Any) -> Row:
     said = []
     for name, row in sorted(found["rows"].items()):
@@ -103,6 +126,8 @@ def recorder(found: Any) -> Row:
 
 SOURCES: tuple[tuple[str, Callable[[Any], Row]], ...] = (
     ("decode_resident.txt", resident),
+    ("llama_cpp_model.txt", llama_model),
+    ("llama_cpp_experts.txt", llama_experts),
     ("disk_share.txt", disk),
     ("measured_host.json", measured),
     ("compare_gpt_oss.txt", gpt_oss),
