@@ -85,6 +85,12 @@ def decide(root: Path, affinity: frozenset[int]) -> Placement:
     return Placement(nodes=near, present=present, said=said)
 
 
+def huge_pages(root: Path = ROOT) -> bool | None:
+    """Whether ``map_memory`` gets huge pages, as long as there are any free; None if the system does not say."""
+    words = _text(root / "sys/kernel/mm/transparent_hugepage/enabled").split()
+    return "[never]" not in words if words else None
+
+
 def memory_nodes(root: Path) -> tuple[int, ...]:
     """Nodes that have memory which this process may use, ascending; () where the system does not say."""
     having = parse_list(_text(root / "sys/devices/system/node/has_memory"))

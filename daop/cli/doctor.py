@@ -15,7 +15,7 @@ import daop
 from daop import machine
 from daop.cli.output import Output
 from daop.core import DaopError
-from daop.runtime.numa import placement
+from daop.runtime.numa import huge_pages, placement
 from daop.units import format_size
 
 if TYPE_CHECKING:
@@ -25,6 +25,11 @@ LIBRARIES = (
     *("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "scikit-learn"),
     *("lightgbm", "pyarrow", "typer", "rich"),
 )
+PAGES = {
+    True: "huge pages",
+    False: "small pages, which are slower to read: /sys/kernel/mm/transparent_hugepage/enabled says never",
+    None: "pages as the system has them",
+}
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
 
@@ -59,6 +64,7 @@ def examine(model: str | None) -> dict[str, Any]:
         "cpu": dataclasses.asdict(machine.read_cpu()),
         "memory": dataclasses.asdict(machine.read_memory()),
         "memory_nodes": dataclasses.asdict(placement()),
+        "huge_pages": huge_pages(),
         "disk": dataclasses.asdict(machine.read_disk(here)),
         "gpus": [dataclasses.asdict(gpu) for gpu in machine.read_gpus()],
         "native_kernels": native_kernels(),
@@ -166,7 +172,7 @@ def describe(found: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
                     f"{format_size(memory['total'])}, {format_size(memory['available'])} available; "
                     f"{format_size(memory['usable'])} may be used ({memory['source']})",
                 ),
-                ("experts in it", found["memory_nodes"]["said"]),
+                ("experts in it", f"{found['memory_nodes']['said']}; {PAGES[found['huge_pages']]}"),
                 ("disk", f"{disk['path']}: {disk['filesystem']} on {disk['device']}, {kind}"),
                 ("", f"{format_size(disk['free'])} of {format_size(disk['total'])} free"),
                 *(gpus or [("GPU", "none")]),

@@ -129,6 +129,16 @@ def test_memory_is_private_and_asks_for_huge_pages() -> None:
         assert "hg" in flags
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"), [("always [madvise] never", True), ("always madvise [never]", False), ("", None)]
+)
+def test_whether_there_are_huge_pages(tmp_path: Path, text: str, expected: bool | None) -> None:
+    file = tmp_path / "sys/kernel/mm/transparent_hugepage/enabled"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    assert numa.huge_pages(tmp_path) is expected
+
+
 def test_no_bytes_are_memory_too() -> None:
     assert numa.map_memory(0).shape == (0,)
 
