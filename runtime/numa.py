@@ -86,7 +86,7 @@ def decide(root: Path, affinity: frozenset[int]) -> Placement:
 
 
 def huge_pages(root: Path = ROOT) -> bool | None:
-    """Whether ``map_memory`` gets huge pages, as long as there are any free; None if the system does not say."""
+    """Whether ``map_memory`` gets huge pages, as long as some are free; None if the system does not say."""
     words = _text(root / "sys/kernel/mm/transparent_hugepage/enabled").split()
     return "[never]" not in words if words else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -100,13 +101,15 @@ def choose(found: dict[str, Any], model: str | None, context: int, batch: int) -
     cpu = found["cpu"]
     quota = f", a quota of {cpu['quota']:g}" if cpu["quota"] else ""
     asked = machine.asked_threads()
+    sleepy = os.environ.get("OMP_WAIT_POLICY", "").strip().lower() == "passive"
+    waiting = "; OMP_WAIT_POLICY=passive lets them sleep between products: unset it" if sleepy else ""
     there = f"{cpu['threads']} processors may be used{quota}, on {cpu['cores']} cores"
     choice: dict[str, Any] = {
         "device": "host",
         "device_reason": _device_reason(found),
         "cuda": found["cuda_problem"] or "can be used",
         "threads": asked or cpu["cores"],
-        "threads_reason": "OMP_NUM_THREADS says so" if asked else f"one a core: {there}",
+        "threads_reason": ("OMP_NUM_THREADS says so" if asked else f"one a core: {there}") + waiting,
     }
     if model is not None:
         from daop.runtime.checkpoint import open_checkpoint

@@ -33,13 +33,17 @@ def test_doctor_describes_this_machine_and_a_model(tmp_path: Path) -> None:
 def test_doctor_says_how_many_threads_compute_and_where_experts_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = len(physical_cores())
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     found = json.loads(CliRunner().invoke(app, ["doctor", "--json", "-"]).stdout)
     assert found["choice"]["threads"] <= cores
     assert f"on {found['cpu']['cores']} cores" in found["choice"]["threads_reason"]
     assert found["memory_nodes"]["said"]
+    assert "OMP_WAIT_POLICY" not in found["choice"]["threads_reason"]
     monkeypatch.setenv("OMP_NUM_THREADS", str(cores + 3))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     ran = CliRunner().invoke(app, ["doctor"])
     assert f"{cores + 3}: OMP_NUM_THREADS says so" in ran.stdout
+    assert "OMP_WAIT_POLICY=passive" in ran.stdout
     assert "experts in it" in ran.stdout
 
 
