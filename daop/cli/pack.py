@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from daop.cli import options
+from daop.cli.inputs import check_file
 from daop.cli.output import Output, write_whole
 from daop.core import DaopError
 from daop.units import format_size
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from daop.quality import Quality
     from daop.runtime.checkpoint import Checkpoint
     from daop.runtime.packed import Pack
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def pack(
@@ -42,12 +45,15 @@ def pack(
         return
     if output is None:
         raise DaopError("name the folder to write with -o DIR")
-    if text is not None and not text.is_file():
-        raise DaopError(f"--text {text}: there is no such file")
+    check_file("--text", text)
     from daop.runtime import packing
     from daop.runtime.checkpoint import open_checkpoint
+    from daop.runtime.packed import MANIFEST
 
     checkpoint = open_checkpoint(model)
+    if text is not None:
+        _check_tokenizer(checkpoint.path)
+    there = (output / MANIFEST).exists()
     with out.progress() as told:
         made = packing.pack(checkpoint, output, dtype=dtype, group=group or 0, told=told)
     packed = open_checkpoint(output)
@@ -56,7 +62,7 @@ def pack(
     before, after = int(checkpoint.geometry.bytes_of.sum()), int(packed.geometry.bytes_of.sum())
     out.say(
         f"{output}: {packed.geometry.total} experts, {format_size(before)} as the source has them, "
-        f"{format_size(after)} here; read back and compared"
+        f"{format_size(after)} here; " + ("they were packed already" if there else "read back and compared")
     )
     out.json(
         {
@@ -68,6 +74,14 @@ def pack(
             "quality": None if quality is None else quality.as_dict(),
         }
     )
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """Before hours of packing: the text is of no use without one."""
+    if not any((folder / name).exists() for name in TOKENIZERS):
+        raise DaopError(
+            f"--text needs a tokenizer, and {folder} has none: add its tokenizer.json, or leave it"
+        )
 
 
 def _verify(folder: Path, out: Output) -> None:

@@ -28,7 +28,7 @@ from daop.runtime.layout import ExpertLayout
 from daop.runtime.measure_formats import TOKENS, random_experts
 from daop.runtime.memory import divide, slot_classes_of
 from daop.runtime.model import build_model
-from daop.runtime.packing import packed_layout
+from daop.runtime.pack_convert import packed_layout
 
 
 class Shapes(Experts):

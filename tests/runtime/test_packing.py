@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 import daop
 from daop.core import DaopError
-from daop.runtime import packed, packing
+from daop.runtime import pack_files, packed, packing
 from daop.runtime.checkpoint import Checkpoint, open_checkpoint
 from daop.runtime.codecs.integers import Integers
 from daop.runtime.files import FileReader
@@ -213,7 +213,7 @@ def test_manifests_that_are_not_believed(folder: Path) -> None:
 
 
 def test_a_full_disk_and_going_on(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, written = tmp_path / "p", packing._write
+    folder, written = tmp_path / "p", pack_files.write
     left = [30_000]
 
     def full(descriptor: int, data: Any) -> None:
@@ -223,12 +223,14 @@ def test_a_full_disk_and_going_on(source: Path, tmp_path: Path, monkeypatch: pyt
         written(descriptor, data)
 
     before = {path.name: path.read_bytes() for path in source.iterdir()}
-    monkeypatch.setattr(packing, "_write", full)
+    monkeypatch.setattr(packing, "write", full)
+    monkeypatch.setattr(pack_files, "write", full)
     for _ in range(2):
         with pytest.raises(DaopError, match=r"disk of .* is full: .* give the same command again"):
             pack(source, folder, dtype="int8")
         left[0] = 70_000
-    monkeypatch.setattr(packing, "_write", written)
+    monkeypatch.setattr(packing, "write", written)
+    monkeypatch.setattr(pack_files, "write", written)
     with pytest.raises(DaopError, match="packing was interrupted"):
         open_checkpoint(folder)
     done = {path.name: path.stat().st_mtime_ns for path in folder.glob("experts-*.safetensors")}
@@ -247,8 +249,8 @@ def test_a_full_disk_and_going_on(source: Path, tmp_path: Path, monkeypatch: pyt
 def test_what_is_not_packed(
     source: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(DaopError, match="packed already"):
-        pack(source, whole, dtype="int8")
+    with pytest.raises(DaopError, match=r"packed already, from 'm' in int8-g64"):
+        pack(source, whole, dtype="int4")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     with pytest.raises(DaopError, match="is not empty"):
