@@ -26,7 +26,7 @@ from daop.runtime.policies.base import make_policy
 from daop.runtime.profile import Profile
 from daop.runtime.sim_forecasts import OnlineForecaster
 from daop.runtime.simulator import Simulator
-from daop.runtime.watching import Watcher
+from daop.runtime.watching import Busy, Watcher
 from daop.training.parquet import read_trace
 
 WHOLE = 1 << 30  # the executor runs a prompt in one pass, however long
@@ -128,18 +128,9 @@ class Disk(Watcher):
     def reset(self) -> None:
         self._reads = []
 
-    def span(
-        self,
-        track: str,
-        what: str,
-        begin: float,
-        end: float,
-        flats: Sequence[int] = (),
-        layer: int | None = None,
-        shares: Sequence[float] | None = None,
-    ) -> None:
-        if track == "disk":
-            self._reads.append((begin, end))
+    def span(self, busy: Busy) -> None:
+        if busy.track == "disk":
+            self._reads.append((busy.begin, busy.end))
 
     def during(self, hardware: Hardware, expert_bytes: int) -> Hardware:
         """The machine with the bandwidth that the reads had: time in which any was under way, less one

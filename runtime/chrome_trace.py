@@ -23,7 +23,8 @@ from typing import Any, TextIO
 from daop.core import Geometry
 
 from .conductor import Work
-from .timeline import Busy, Timeline
+from .timeline import Timeline
+from .watching import Busy
 
 Event = dict[str, Any]
 ORDER = ("policy", "predictor", "device", "host", "link in", "link out", "disk")

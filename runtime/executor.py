@@ -28,6 +28,7 @@ from .host_compute import Batch, HostExperts
 from .recording import Recorder
 from .slots import SlotMemory
 from .transfers import FileTransfers, Ticket
+from .watching import Busy
 
 if TYPE_CHECKING:
     from .early import Decided, Started
@@ -223,10 +224,10 @@ class HostExecutor(Executor):
                 statistics.stall_seconds["forecast"] += forecast - planned
             if self.conductor.watchers:
                 span, origin = self.conductor.span, self._transfers.origin
-                span("policy", "plan", began - origin, planned - origin, (), layer)
+                span(Busy("policy", "plan", began - origin, planned - origin, (), layer))
                 if forecasts:
-                    span("predictor", "forecast", planned - origin, forecast - origin, (), layer)
-                span("predictor", "look ahead", forecast - origin, ready - origin, (), layer)
+                    span(Busy("predictor", "forecast", planned - origin, forecast - origin, (), layer))
+                span(Busy("predictor", "look ahead", forecast - origin, ready - origin, (), layer))
             stall = self._run(step, work, reads, compute, batch)
         except BaseException:
             self._abort(step)
@@ -298,7 +299,9 @@ class HostExecutor(Executor):
     def _computed(self, began: float, flats: Sequence[int]) -> None:
         if self.conductor.watchers:
             origin = self._transfers.origin
-            self.conductor.span("device", "compute", began - origin, time.perf_counter() - origin, flats)
+            self.conductor.span(
+                Busy("device", "compute", began - origin, time.perf_counter() - origin, flats)
+            )
 
     def _abort(self, step: Step) -> None:
         """A run broke off: let every read end before its buffer can be used for something else."""

@@ -30,6 +30,7 @@ from .residency import Residency
 from .sim_engine import VirtualEngine
 from .sim_traffic import Forward, Traffic
 from .statistics import Statistics
+from .watching import Busy
 
 REMEDY = {
     "weights": "record one that has router weights",
@@ -136,7 +137,9 @@ class SimulatedEarly:
             self._work(seconds)
             self._late_until = engine.host_free_at
             if engine.span is not None:
-                engine.span("host", "deferred", engine.host_free_at - seconds, engine.host_free_at, (flat,))
+                engine.span(
+                    Busy("host", "deferred", engine.host_free_at - seconds, engine.host_free_at, (flat,))
+                )
         if not self.policy.asks(step.layer):
             return 0.0
         asked = self._costs.forecast_seconds
@@ -179,7 +182,7 @@ class SimulatedEarly:
             self.busy_seconds += entry.seconds
             if engine.span is not None:
                 what = "pre-calculation" if entry.flat in used else "pre-calculation, unused"
-                engine.span("host", what, free - entry.seconds, free, (entry.flat,))
+                engine.span(Busy("host", what, free - entry.seconds, free, (entry.flat,)))
             if entry.flat in used:
                 kept.append(entry)
                 self.due = max(self.due, free)

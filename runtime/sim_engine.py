@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .watching import Span
+from .watching import Busy, Span
 
 
 class VirtualEngine:
@@ -66,7 +66,7 @@ class VirtualEngine:
         self._clock = end = begin + seconds
         self.busy_seconds += seconds
         if self.span is not None:
-            self.span(self._track, "copy", begin, end, (flat,))
+            self.span(Busy(self._track, "copy", begin, end, (flat,)))
         return end if self._delay is None else end + self._delay[flat]
 
     def promote(self, flat: int) -> None:
@@ -112,7 +112,7 @@ class VirtualEngine:
             self._clock = begin + ran
             self.busy_seconds += ran
             if self.span is not None:
-                self.span(self._track, "copy", begin, self._clock, (flat,))
+                self.span(Busy(self._track, "copy", begin, self._clock, (flat,)))
             if ran < left:
                 waiting[flat] = left - ran
                 self._begun.add(flat)

@@ -29,7 +29,7 @@ from .sim_forecasts import Forecaster
 from .sim_run import Run
 from .sim_traffic import Forward, Traffic, forwards
 from .statistics import Statistics
-from .watching import Watcher
+from .watching import Busy, Watcher
 
 
 class Simulator:
@@ -193,16 +193,16 @@ class Simulator:
     def _tell(self, step: Step, begin: float, before: float, decided: float, main: float) -> None:
         """What the watchers of an executor hear; what arrived later was told when it was computed."""
         span, layer, planned = self.conductor.span, step.layer, begin - decided
-        span("device", "attention", planned - before, planned, (), layer)
-        span("policy", "plan", planned, begin, (), layer)
+        span(Busy("device", "attention", planned - before, planned, (), layer))
+        span(Busy("policy", "plan", planned, begin, (), layer))
         if self._looks:
-            span("predictor", "look ahead", begin, main, (), layer)
+            span(Busy("predictor", "look ahead", begin, main, (), layer))
 
     def _tell_ready(self, step: Step, work: Work, begin: float, seconds: float) -> None:
         if work.ready and self._watched:
             tokens = dict(zip(step.experts, step.tokens, strict=True))
             shares = [self.costs.device(flat, tokens[flat]) for flat in work.ready]
-            self.conductor.span("device", "compute", begin, begin + seconds, work.ready, None, shares)
+            self.conductor.span(Busy("device", "compute", begin, begin + seconds, work.ready, None, shares))
 
     def _compute(self, step: Step, experts: Iterable[int]) -> float:
         if step.rows == 1:
@@ -235,7 +235,7 @@ class Simulator:
         self.result.host_seconds += took
         if self._watched:
             shares = [costs.host(flat, tokens[flat]) for flat in host]
-            self.conductor.span("host", "compute", begin, begin + took, host, None, shares)
+            self.conductor.span(Busy("host", "compute", begin, begin + took, host, None, shares))
         return arrivals, max(begin + took, due)
 
     def _host_work(self, step: Step, work: Work) -> tuple[Sequence[int], dict[int, int]]:
@@ -280,7 +280,7 @@ class Simulator:
             if not alone:
                 took = self._beside_link(at, took)
             if self._watched:
-                self.conductor.span("device", "compute", at, at + took, (flat,))
+                self.conductor.span(Busy("device", "compute", at, at + took, (flat,)))
             at += took
             compute += took
         for flat in work.coming:

@@ -8,30 +8,17 @@ oldest events go, so that a long run keeps its end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from daop.core import Geometry, Phase, Step
 
-from .watching import Watcher
+from .watching import Busy, Watcher
 
 if TYPE_CHECKING:
     from .conductor import Conductor, Work
 
 EVENTS = 250_000
 """Events kept: a few thousand tokens of a small model, about 60 MB in memory and 40 MB as a file."""
-
-
-class Busy(NamedTuple):
-    """A span as ``Watcher.span`` was told it."""
-
-    track: str
-    what: str
-    begin: float
-    end: float
-    flats: Sequence[int]
-    layer: int | None
-    shares: Sequence[float] | None
 
 
 class Said(NamedTuple):
@@ -48,8 +35,8 @@ class Timeline(Watcher):
 
     def __init__(self, events: int = EVENTS) -> None:
         self.geometry: Geometry | None = None
+        self._busy: deque[Busy] = deque(maxlen=events // 2)
         # Plain tuples while the run goes on: naming their fields costs more than noting them.
-        self._busy: deque[tuple[Any, ...]] = deque(maxlen=events // 2)
         self._said: deque[tuple[Any, ...]] = deque(maxlen=events - events // 2)
         self._queue = 0
 
@@ -60,7 +47,7 @@ class Timeline(Watcher):
 
     @property
     def busy(self) -> list[Busy]:
-        return [Busy(*fields) for fields in list(self._busy)]
+        return list(self._busy)
 
     @property
     def said(self) -> list[Said]:
@@ -97,14 +84,5 @@ class Timeline(Watcher):
             ("finished", self._engine.now, -1, (self._residency.used_slots, self._queue, stall_seconds))
         )
 
-    def span(
-        self,
-        track: str,
-        what: str,
-        begin: float,
-        end: float,
-        flats: Sequence[int] = (),
-        layer: int | None = None,
-        shares: Sequence[float] | None = None,
-    ) -> None:
-        self._busy.append((track, what, begin, end, flats, layer, shares))
+    def span(self, busy: Busy) -> None:
+        self._busy.append(busy)

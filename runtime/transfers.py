@@ -22,7 +22,7 @@ from daop.core import DaopError
 
 from .checkpoint import Checkpoint
 from .slots import SlotMemory
-from .watching import Span
+from .watching import Busy, Span
 
 CHUNK = 1 << 20
 AHEAD = 0.4  # of the threads may speculate at once: a demand waits for what they have begun
@@ -312,7 +312,9 @@ class FileTransfers:
             if ticket.open == 0:
                 if self.span is not None:
                     began, ended = ticket.began - self.origin, time.perf_counter() - self.origin
-                    self.span("disk", "read" if ticket.slotted else "stream", began, ended, (ticket.flat,))
+                    self.span(
+                        Busy("disk", "read" if ticket.slotted else "stream", began, ended, (ticket.flat,))
+                    )
                 if ticket.slotted:
                     (self._arrived if ticket.error is None else self._failed).append(ticket.flat)
                 self._ended.notify_all()

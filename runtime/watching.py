@@ -11,8 +11,8 @@ things at once (reading threads, a pool).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from daop.core import Forecast, Phase, Step
 
@@ -20,19 +20,21 @@ if TYPE_CHECKING:
     from .conductor import Conductor, Work
 
 
-class Span(Protocol):
-    """``Watcher.span`` of all watchers: what an engine calls."""
+class Busy(NamedTuple):
+    """``track`` was busy with ``flats`` (or with something else of ``layer``), one after another for
+    ``shares`` of the time; None: they were worked on together, and nobody knows how long each took."""
 
-    def __call__(
-        self,
-        track: str,
-        what: str,
-        begin: float,
-        end: float,
-        flats: Sequence[int] = (),
-        layer: int | None = None,
-        shares: Sequence[float] | None = None,
-    ) -> None: ...
+    track: str
+    what: str
+    begin: float
+    end: float
+    flats: Sequence[int] = ()
+    layer: int | None = None
+    shares: Sequence[float] | None = None
+
+
+Span = Callable[[Busy], None]
+"""``Watcher.span`` of all watchers: what an engine calls."""
 
 
 class Watcher:
@@ -66,18 +68,8 @@ class Watcher:
     def finished(self, step: Step, work: Work, stall_seconds: float, compute_seconds: float) -> None:
         """A layer was computed."""
 
-    def span(
-        self,
-        track: str,
-        what: str,
-        begin: float,
-        end: float,
-        flats: Sequence[int] = (),
-        layer: int | None = None,
-        shares: Sequence[float] | None = None,
-    ) -> None:
-        """``track`` was busy with ``flats`` (or with something else of ``layer``), one after another for
-        ``shares`` of the time; None: they were worked on together, and nobody knows how long each took."""
+    def span(self, busy: Busy) -> None:
+        """Something was busy."""
 
 
 def all_spans(watchers: Sequence[Watcher]) -> Span:
@@ -85,16 +77,8 @@ def all_spans(watchers: Sequence[Watcher]) -> Span:
     if len(watchers) == 1:
         return watchers[0].span
 
-    def tell(
-        track: str,
-        what: str,
-        begin: float,
-        end: float,
-        flats: Sequence[int] = (),
-        layer: int | None = None,
-        shares: Sequence[float] | None = None,
-    ) -> None:
+    def tell(busy: Busy) -> None:
         for watcher in watchers:
-            watcher.span(track, what, begin, end, flats, layer, shares)
+            watcher.span(busy)
 
     return tell

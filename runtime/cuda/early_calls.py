@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from daop.runtime.conductor import Conductor
 from daop.runtime.early import Decided, Started
+from daop.runtime.watching import Busy
 
 from .transfers import LinkTransfers
 
@@ -168,14 +169,14 @@ class EarlyCalls:
         if self._conductor.watchers:
             for one in served.taken:
                 call = one.call
-                self._conductor.span("host", "pre-calculation", call.begin, call.end, (call.flat,))
+                self._conductor.span(Busy("host", "pre-calculation", call.begin, call.end, (call.flat,)))
 
     def _forget(self, call: Call) -> None:
         """It will not be used (any more)."""
         if not call.result.cancel() and self._conductor.watchers:
             call.result.add_done_callback(
                 lambda _: self._conductor.span(
-                    "host", "pre-calculation, unused", call.begin, call.end, (call.flat,)
+                    Busy("host", "pre-calculation, unused", call.begin, call.end, (call.flat,))
                 )
             )
 

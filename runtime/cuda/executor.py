@@ -25,6 +25,7 @@ from daop.runtime.early import Decided, Started
 from daop.runtime.executor import Executor, Gates
 from daop.runtime.host_compute import HostExperts
 from daop.runtime.recording import Recorder
+from daop.runtime.watching import Busy
 
 from .arenas import HostWeights
 from .compute import WINDOW, DeviceBatch, DeviceExperts, Group, Sent, make_group
@@ -204,8 +205,8 @@ class CudaExecutor(Executor):
         statistics.policy_seconds += ready - began
         if self.conductor.watchers:
             origin = ready - self._transfers.now
-            self.conductor.span("policy", "plan", began - origin, planned - origin, (), layer)
-            self.conductor.span("predictor", "look ahead", planned - origin, ready - origin, (), layer)
+            self.conductor.span(Busy("policy", "plan", began - origin, planned - origin, (), layer))
+            self.conductor.span(Busy("predictor", "look ahead", planned - origin, ready - origin, (), layer))
         stall = self._read_off_waits()
         try:
             out, computed = self._run(step, work, seen, hidden, weights)

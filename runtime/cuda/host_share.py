@@ -22,6 +22,7 @@ from daop.runtime.batch import Batch
 from daop.runtime.conductor import Conductor, Work
 from daop.runtime.early import Decided, Started
 from daop.runtime.host_compute import HostExperts
+from daop.runtime.watching import Busy
 
 from .arenas import HostWeights
 from .cores import CoreBinding
@@ -173,7 +174,7 @@ class HostShare:
         total = compute.total(share)
         if self._conductor.watchers and share.experts:
             chosen = [seen.base + expert for expert in share.experts]
-            self._conductor.span("host", what, began, self._transfers.now, chosen)
+            self._conductor.span(Busy("host", what, began, self._transfers.now, chosen))
         return total
 
     def compute_call(self, layer: int, flat: int, x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from daop.runtime.watching import Span
+from daop.runtime.watching import Busy, Span
 
 from .streams import Gpu, Mark
 
@@ -80,5 +80,5 @@ class DeviceSpans:
             if span.track == "device":  # two anchors may disagree by microseconds
                 begin = max(begin, self._until)
                 self._until = end = max(begin, end)
-            self.told(span.track, span.what, begin, end, span.flats)
+            self.told(Busy(span.track, span.what, begin, end, span.flats))
         self._open = still
