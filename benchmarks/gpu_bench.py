@@ -26,6 +26,7 @@ from daop.runtime.cuda.streams import Gpu
 from daop.runtime.cuda.trial import layer_seconds
 from daop.runtime.executor import Executor
 from daop.runtime.experts import ExpertsFn
+from daop.runtime.machinery import Setup
 from daop.runtime.memory import MemoryPlan, divide, slot_classes_of
 from daop.runtime.model import build_model
 from daop.runtime.policies.base import Policy, make_policy
@@ -122,19 +123,16 @@ class Bench:
         )
 
     def _machinery(self, policy: Policy, ecr: float, share: CudaMachinery | None) -> CudaMachinery:
+        setup = Setup(built=self.built, policy=policy, use=self.use, told=lambda _, __: None)
         return CudaMachinery(
             self.checkpoint,
             self._plan(ecr),
-            policy,
-            self.built,
+            setup,
             gpu=self.gpu,
             compute=self.compute,
             layer_seconds=self.layer,
             ram=1 << 40,  # all of it: a virtual machine may show less memory than it will give
             direct_io=False,
-            recorder=None,
-            watchers=(),
-            told=lambda _, __: None,
             share=share,
         )
 

@@ -22,7 +22,7 @@ from daop.runtime.around import around
 from daop.runtime.checkpoint import Checkpoint, open_checkpoint
 from daop.runtime.costs import Hardware
 from daop.runtime.experts import ExpertsFn
-from daop.runtime.machinery import Device, Machinery, Wishes, find_device
+from daop.runtime.machinery import Device, Machinery, Setup, Wishes, find_device
 from daop.runtime.model import build_model
 from daop.runtime.policies.base import Policy, make_policy
 from daop.runtime.profile import Profile
@@ -195,7 +195,14 @@ class Runtime:
         self.tokenizer = _tokenizer(checkpoint.path)
         progress("filling the hot set", 0.6)
         self._machinery: Machinery = device.set_up(
-            built, policy, use=self._use, recorder=recorder, watchers=watchers, told=progress
+            Setup(
+                built=built,
+                policy=policy,
+                use=self._use,
+                told=progress,
+                recorder=recorder,
+                watchers=watchers,
+            )
         )
         self.plan = self._machinery.plan
         self._executor = self._machinery.executor

@@ -18,11 +18,12 @@ from daop.core import DaopError
 from .checkpoint import Checkpoint
 from .conductor import Conductor
 from .costs import ROUGH, Hardware, HardwareCosts
-from .executor import Executor, HostExecutor
+from .executor import Executor
 from .experts import ExpertsFn
 from .files import FileReader
 from .formats import format_of
 from .host_compute import HostExperts
+from .host_executor import HostExecutor
 from .memory import MemoryPlan, plan_memory
 from .model import BuiltModel
 from .policies.base import Policy
@@ -55,6 +56,19 @@ class Wishes:
     hardware: Hardware | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a device is set up for. ``use`` sets what the model's experts modules call, for trials; what they
+    call in the end is the caller's to set. ``told``: what is being done, and the share done."""
+
+    built: BuiltModel
+    policy: Policy
+    use: Callable[[ExpertsFn], None]
+    told: Callable[[str, float], None]
+    recorder: Recorder | None = None
+    watchers: Sequence[Watcher] = ()
+
+
 class Device(Protocol):
     """A device that was found to be there and large enough for a checkpoint."""
 
@@ -62,18 +76,8 @@ class Device(Protocol):
     def torch_device(self) -> torch.device:
         """Where everything but the routed experts lies."""
 
-    def set_up(
-        self,
-        built: BuiltModel,
-        policy: Policy,
-        *,
-        use: Callable[[ExpertsFn], None],
-        recorder: Recorder | None,
-        watchers: Sequence[Watcher],
-        told: Callable[[str, float], None],
-    ) -> Machinery:
-        """Allocate and connect. ``use`` sets what the model's experts modules call, for trials; what they
-        call in the end is the caller's to set."""
+    def set_up(self, setup: Setup) -> Machinery:
+        """Allocate and connect."""
 
 
 def find_device(name: str, checkpoint: Checkpoint, wishes: Wishes) -> Device:
@@ -134,46 +138,17 @@ class HostDevice:
             dtype=wishes.dtype,
         )
 
-    def set_up(
-        self,
-        built: BuiltModel,
-        policy: Policy,
-        *,
-        use: Callable[[ExpertsFn], None],
-        recorder: Recorder | None,
-        watchers: Sequence[Watcher],
-        told: Callable[[str, float], None],
-    ) -> HostMachinery:
-        return HostMachinery(
-            self._checkpoint,
-            self.plan,
-            policy,
-            built,
-            direct_io=self._wishes.direct_io,
-            hardware=self._wishes.hardware,
-            recorder=recorder,
-            watchers=watchers,
-        )
+    def set_up(self, setup: Setup) -> HostMachinery:
+        return HostMachinery(self._checkpoint, self.plan, setup, self._wishes)
 
 
 class HostMachinery:
     """The device ``host``."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        plan: MemoryPlan,
-        policy: Policy,
-        built: BuiltModel,
-        *,
-        direct_io: bool,
-        hardware: Hardware | None = None,
-        recorder: Recorder | None,
-        watchers: Sequence[Watcher] = (),
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, plan: MemoryPlan, setup: Setup, wishes: Wishes) -> None:
         self.plan = plan
         self.memory = SlotMemory(checkpoint.layouts, plan.slots, STAGING)
-        self.reader = FileReader(checkpoint.files, direct_io=direct_io, largest=CHUNK)
+        self.reader = FileReader(checkpoint.files, direct_io=wishes.direct_io, largest=CHUNK)
         self.transfers = FileTransfers(checkpoint, self.memory, self.reader, threads=READ_THREADS)
         try:
             self.executor = self._executor(checkpoint, policy, built, hardware, recorder, watchers)
@@ -192,15 +167,18 @@ class HostMachinery:
     ) -> HostExecutor:
         geometry, plan = checkpoint.geometry, self.plan
         self.residency = Residency(geometry, plan.slots, self.memory.class_of_layer)
+        forms = setup.built.forms
         compute = [
             HostExperts(layout, form, count)
-            for layout, form, count in zip(checkpoint.layouts, built.forms, geometry.experts, strict=True)
+            for layout, form, count in zip(checkpoint.layouts, forms, geometry.experts, strict=True)
         ]
         costs = HardwareCosts(
-            hardware or ROUGH, geometry, weight_bits(checkpoint), format_of(checkpoint.layouts[0])
+            wishes.hardware or ROUGH, geometry, weight_bits(checkpoint), format_of(checkpoint.layouts[0])
         )
-        conductor = Conductor(policy, self.residency, self.transfers, costs, Statistics(geometry), watchers)
-        if watchers:
+        conductor = Conductor(
+            setup.policy, self.residency, self.transfers, costs, Statistics(geometry), setup.watchers
+        )
+        if setup.watchers:
             self.transfers.span = conductor.span
         return HostExecutor(
             checkpoint=checkpoint,
@@ -208,8 +186,8 @@ class HostMachinery:
             transfers=self.transfers,
             conductor=conductor,
             compute=compute,
-            gates=built,
-            recorder=recorder,
+            gates=setup.built,
+            recorder=setup.recorder,
         )
 
     @property

@@ -16,19 +16,14 @@ from daop.core import DaopError
 from daop.runtime.checkpoint import Checkpoint
 from daop.runtime.conductor import Conductor
 from daop.runtime.costs import Hardware, HardwareCosts
-from daop.runtime.experts import ExpertsFn
 from daop.runtime.files import FileReader
 from daop.runtime.host_compute import HostExperts
 from daop.runtime.layout import ExpertForm
-from daop.runtime.machinery import Wishes, peak_rss, weight_bits
+from daop.runtime.machinery import Setup, Wishes, peak_rss, weight_bits
 from daop.runtime.memory import MemoryPlan, as_bytes, default_headroom, plan_memory
-from daop.runtime.model import BuiltModel
-from daop.runtime.policies.base import Policy
-from daop.runtime.recording import Recorder
 from daop.runtime.residency import Residency
 from daop.runtime.statistics import Statistics
 from daop.runtime.transfers import CHUNK as READ_CHUNK
-from daop.runtime.watching import Watcher
 
 from . import measure
 from .arenas import HostWeights
@@ -77,17 +72,9 @@ class CudaDevice:
             activations=activations,
         )
 
-    def set_up(
-        self,
-        built: BuiltModel,
-        policy: Policy,
-        *,
-        use: Callable[[ExpertsFn], None],
-        recorder: Recorder | None,
-        watchers: Sequence[Watcher],
-        told: Told,
-    ) -> CudaMachinery:
-        told("measuring what a step takes", 0.4)
+    def set_up(self, setup: Setup) -> CudaMachinery:
+        setup.told("measuring what a step takes", 0.4)
+        built, use = setup.built, setup.use
         device = self._gpu.device
         compute = [
             DeviceExperts(layout, form, device)
@@ -97,20 +84,16 @@ class CudaDevice:
         taken = trial_bytes(self._gpu, built, compute, use, context=wishes.context, batch=wishes.batch)
         plan = self._plan(taken)
         layer = layer_seconds(self._gpu, built, use)
-        told("reading experts into host memory", 0.5)
+        setup.told("reading experts into host memory", 0.5)
         return CudaMachinery(
             self._checkpoint,
             plan,
-            policy,
-            built,
+            setup,
             gpu=self._gpu,
             compute=compute,
             layer_seconds=layer,
             ram=self._ram if self._ram is not None else ram_budget(),
             direct_io=wishes.direct_io,
-            recorder=recorder,
-            watchers=watchers,
-            told=told,
         )
 
 
@@ -122,17 +105,13 @@ class CudaMachinery:
         self,
         checkpoint: Checkpoint,
         plan: MemoryPlan,
-        policy: Policy,
-        built: BuiltModel,
+        setup: Setup,
         *,
         gpu: Gpu,
         compute: Sequence[DeviceExperts],
         layer_seconds: tuple[float, float],
         ram: int,
         direct_io: bool,
-        recorder: Recorder | None,
-        watchers: Sequence[Watcher],
-        told: Told,
         share: CudaMachinery | None = None,
     ) -> None:
         self.plan = plan
@@ -141,23 +120,26 @@ class CudaMachinery:
         geometry = checkpoint.geometry
         self.reader = FileReader(checkpoint.files, direct_io=direct_io, largest=READ_CHUNK)
         self._shares = share is not None
-        self.weights: HostWeights = share.weights if share is not None else self._fill(checkpoint, ram, told)
+        self.weights: HostWeights = share.weights if share is not None else self._fill(ram, setup.told)
         self.memory = DeviceMemory(gpu, checkpoint.layouts, plan.slots, STAGING)
         self.transfers = LinkTransfers(checkpoint, gpu, self.memory, self.weights, self.reader)
         self.residency = Residency(geometry, plan.slots, self.memory.class_of_layer)
+        forms = setup.built.forms
         host_compute = [
             HostExperts(layout, _on_host(form), count)
-            for layout, form, count in zip(checkpoint.layouts, built.forms, geometry.experts, strict=True)
+            for layout, form, count in zip(checkpoint.layouts, forms, geometry.experts, strict=True)
         ]
-        told("measuring what experts cost", 0.88)
+        setup.told("measuring what experts cost", 0.88)
         self.compute = compute
         self.host_compute = host_compute
         self.hardware: Hardware = (
-            share.hardware if share is not None else self._measure(built.model.dtype, layer_seconds)
+            share.hardware if share is not None else self._measure(setup.built.model.dtype, layer_seconds)
         )
         self.transfers.bandwidth = self.hardware.link_gbs * 1e9
         costs = HardwareCosts(self.hardware, geometry, weight_bits(checkpoint))
-        conductor = Conductor(policy, self.residency, self.transfers, costs, Statistics(geometry), watchers)
+        conductor = Conductor(
+            setup.policy, self.residency, self.transfers, costs, Statistics(geometry), setup.watchers
+        )
         self._conductor = conductor
         self.executor = CudaExecutor(
             checkpoint=checkpoint,
@@ -168,14 +150,14 @@ class CudaMachinery:
             conductor=conductor,
             device_compute=compute,
             host_compute=host_compute,
-            gates=built,
+            gates=setup.built,
             shrink=self._shrink,
-            recorder=recorder,
+            recorder=setup.recorder,
         )
         self.shrinks = 0
 
-    def _fill(self, checkpoint: Checkpoint, ram: int, told: Told) -> HostWeights:
-        weights = HostWeights(checkpoint, self.gpu, ram)
+    def _fill(self, ram: int, told: Told) -> HostWeights:
+        weights = HostWeights(self._checkpoint, self.gpu, ram)
         reading = "reading experts into host memory"
         weights.fill(self.reader, lambda share: told(reading, 0.5 + share / 3))
         self.reader.drop_cache()  # they are in our own memory now
