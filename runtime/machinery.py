@@ -151,20 +151,12 @@ class HostMachinery:
         self.reader = FileReader(checkpoint.files, direct_io=wishes.direct_io, largest=CHUNK)
         self.transfers = FileTransfers(checkpoint, self.memory, self.reader, threads=READ_THREADS)
         try:
-            self.executor = self._executor(checkpoint, policy, built, hardware, recorder, watchers)
+            self.executor = self._executor(checkpoint, setup, wishes.hardware)
         except BaseException:
             self.close()
             raise
 
-    def _executor(
-        self,
-        checkpoint: Checkpoint,
-        policy: Policy,
-        built: BuiltModel,
-        hardware: Hardware | None,
-        recorder: Recorder | None,
-        watchers: Sequence[Watcher],
-    ) -> HostExecutor:
+    def _executor(self, checkpoint: Checkpoint, setup: Setup, hardware: Hardware | None) -> HostExecutor:
         geometry, plan = checkpoint.geometry, self.plan
         self.residency = Residency(geometry, plan.slots, self.memory.class_of_layer)
         forms = setup.built.forms
@@ -173,7 +165,7 @@ class HostMachinery:
             for layout, form, count in zip(checkpoint.layouts, forms, geometry.experts, strict=True)
         ]
         costs = HardwareCosts(
-            wishes.hardware or ROUGH, geometry, weight_bits(checkpoint), format_of(checkpoint.layouts[0])
+            hardware or ROUGH, geometry, weight_bits(checkpoint), format_of(checkpoint.layouts[0])
         )
         conductor = Conductor(
             setup.policy, self.residency, self.transfers, costs, Statistics(geometry), setup.watchers
