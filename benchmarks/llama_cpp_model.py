@@ -187,6 +187,9 @@ def measure(sides: dict[str, Side], layers: int, tokens: int, repeats: int) -> d
         )
     del rows[0]
     found = {f"{name}_ms": 1e3 * statistics.median(row[name] for row in rows) for name in rows[0]}
+    own = [row["daop"] - row["transformers_rest"] - row["daop_experts"] for row in rows]
+    rest = [row["llama"] - row["llama_experts"] for row in rows]
+    found |= {"daop_own_ms": 1e3 * statistics.median(own), "llama_rest_ms": 1e3 * statistics.median(rest)}
     ratios = [row["llama"] / row["daop"] for row in rows]
     found |= {
         "times_llama": statistics.median(ratios),
@@ -200,8 +203,6 @@ def measure(sides: dict[str, Side], layers: int, tokens: int, repeats: int) -> d
 
 
 def show(name: str, got: dict[str, float]) -> None:
-    own = got["daop_ms"] - got["transformers_rest_ms"] - got["daop_experts_ms"]
-    rest = got["llama_ms"] - got["llama_experts_ms"]
     inside = got["transformers_products_ms"]
     print(
         f"{name}: daop {got['daop_tokens_per_s']:.1f} tokens/s, llama.cpp {GGML_NAMES[name]} "
@@ -212,11 +213,11 @@ def show(name: str, got: dict[str, float]) -> None:
     print(
         f"      ms a token: daop {got['daop_ms']:.1f} = experts {got['daop_experts_ms']:.1f} "
         f"({got['daop_calling_ms']:.1f} of it calling them) + transformers {got['transformers_rest_ms']:.1f} "
-        f"({inside:.1f} of it products) + between them {own:.1f}"
+        f"({inside:.1f} of it products) + between them {got['daop_own_ms']:.1f}"
     )
     print(
-        f"      llama.cpp {got['llama_ms']:.1f} = experts {got['llama_experts_ms']:.1f} + the rest {rest:.1f}"
-        f"; reading experts {got['read_ms']:.1f}"
+        f"      llama.cpp {got['llama_ms']:.1f} = experts {got['llama_experts_ms']:.1f} + the rest "
+        f"{got['llama_rest_ms']:.1f}; reading experts {got['read_ms']:.1f}"
     )
 
 
