@@ -102,7 +102,8 @@ def choose(found: dict[str, Any], model: str | None, context: int, batch: int) -
     quota = f", a quota of {cpu['quota']:g}" if cpu["quota"] else ""
     asked = machine.asked_threads()
     sleepy = os.environ.get("OMP_WAIT_POLICY", "").strip().lower() == "passive"
-    waiting = "; OMP_WAIT_POLICY=passive lets them sleep between products: unset it" if sleepy else ""
+    idle = "OMP_WAIT_POLICY=passive lets them sleep between products: slower without other work here"
+    waiting = f"; {idle}" if sleepy else ""
     there = f"{cpu['threads']} processors may be used{quota}, on {cpu['cores']} cores"
     choice: dict[str, Any] = {
         "device": "host",

@@ -105,9 +105,6 @@ def _options(
 
 
 def main() -> None:
-    # Threads that spin while the main one waits for the disk take the cores from those that read. On a
-    # machine with other work this made decode ten times slower; asleep they cost little on an idle one.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read once, when torch is imported
     app()
 
 
