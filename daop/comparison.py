@@ -20,7 +20,7 @@ from daop.core import DaopError, Geometry, IntArray
 from daop.hardware import HardwareProfile, load
 from daop.runtime.chrome_trace import write_chrome_trace
 from daop.runtime.costs import HardwareCosts
-from daop.runtime.format_names import format_of_bits
+from daop.runtime.format_names import BITS, format_of_bits, format_of_fingerprint
 from daop.runtime.policies.base import POLICIES, make_policy
 from daop.runtime.profile import Profile
 from daop.runtime.sim_forecasts import OnlineForecaster
@@ -62,20 +62,42 @@ class Recorded:
     learnt_from: str | None
 
 
-def settings(hardware: str, shares: Sequence[float], batch: int, weight_bits: float | None) -> list[Setting]:
-    """Every machine of a comma-separated list with every share."""
+def settings(
+    hardware: str,
+    shares: Sequence[float],
+    batch: int,
+    weight_bits: float | None,
+    geometry: Geometry | None = None,
+) -> list[Setting]:
+    """Every machine of a comma-separated list with every share. Where no bits are asked for they are those
+    that the machine was measured with, on experts of ``geometry``'s size, or those of its format."""
     machines = [load(name.strip()) for name in hardware.split(",") if name.strip()]
     if not machines:
         raise DaopError("--hardware names no machine")
     out = []
     for machine in machines:
-        bits = weight_bits or machine.weight_bits or 16.0
-        known = format_of_bits(bits)
+        bits, known = own_format(machine, geometry, weight_bits)
         out += [
             Setting(hardware=machine, ecr=share, batch=batch, weight_bits=bits, format=known)
             for share in shares
         ]
     return out
+
+
+def own_format(
+    machine: HardwareProfile, geometry: Geometry | None, weight_bits: float | None
+) -> tuple[float, str | None]:
+    """Bits of a weight of a trace's experts, and their format, if it is known: from the name that packing
+    left in the fingerprint, from the machine having been measured with such experts, or from the bits."""
+    packed = None if geometry is None else format_of_fingerprint(geometry.fingerprint)
+    sizes = () if geometry is None else geometry.expert_bytes
+    measured = machine.expert_bytes in sizes
+    usual = BITS[packed] if packed is not None and not measured else machine.weight_bits
+    bits = weight_bits or usual or 16.0
+    if packed is not None:
+        return bits, packed
+    same = [curve.format for curve in machine.hardware.curves if curve.nbytes in sizes]
+    return bits, same[0] if measured and same else format_of_bits(bits)
 
 
 def mismatches(settings: Sequence[Setting], geometry: Geometry) -> list[str]:

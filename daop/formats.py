@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from daop.core import DaopError, Geometry
-from daop.runtime.format_names import BITS, GROUPS, PAGE, format_of_bits
+from daop.runtime.format_names import BITS, GROUPS, PAGE
 
 if TYPE_CHECKING:
     from daop.comparison import Recorded, Setting
@@ -68,13 +68,13 @@ def formats_of(text: str, *, keep: bool = True) -> list[str]:
 
 def in_formats(formats: Sequence[str], recorded: Recorded, settings: Sequence[Setting]) -> Iterator[InFormat]:
     """The comparison in each format. ``DaopError`` where machines disagree about the trace's own bits."""
-    bits = {setting.weight_bits for setting in settings}
-    if len(bits) != 1:
+    own = {(setting.weight_bits, setting.format) for setting in settings}
+    if len(own) != 1:
         raise DaopError("--format needs one --weight-bits for all machines: give it")
-    own_bits = bits.pop()
+    own_bits, own_format = own.pop()
     for name in formats:
         kept = name == KEEP
-        real = format_of_bits(own_bits) if kept else name
+        real = own_format if kept else name
         geometry = recorded.traffic.geometry
         sized = geometry if kept else in_format(geometry, own_bits, name)
         fitting, bases = [], {}

@@ -46,7 +46,8 @@ def measure_formats(
     rows: list[dict[str, Any]] = []
     for model, name, checkpoint in zip(models, _names(found), found, strict=True):
         geometry = checkpoint.geometry
-        fitting = {share_that_fits(first, geometry, share): share for share in shares}
+        own = geometry is first  # its shares are what was asked for, not whole experts' worth
+        fitting = {share if own else share_that_fits(first, geometry, share): share for share in shares}
         more = {"format": name, "expert_bytes": float(np.mean(geometry.bytes_of))}
         rows += [
             {**more, "memory_ecr": fitting[row["ecr"]], **row}

@@ -14,3 +14,9 @@ def format_of_bits(bits: float) -> str | None:
     """The format whose weights take about so many bits; 16 is BF16. None: no format of daop's does."""
     name = min(BITS, key=lambda name: abs(BITS[name] - bits))
     return name if abs(BITS[name] - bits) < 0.02 * bits else None
+
+
+def format_of_fingerprint(fingerprint: str) -> str | None:
+    """What ``daop pack`` made of a model, by the end of its fingerprint: "...+int8-g64"."""
+    name = fingerprint.rpartition("+")[2].partition("-")[0] if "+" in fingerprint else ""
+    return name if name in GROUPS else None

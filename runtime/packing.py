@@ -173,6 +173,9 @@ def _make_folder(folder: Path, plan: Plan) -> None:
 def _begun(folder: Path, plan: Plan) -> list[PackedLayer]:
     """The layers that are there already. ``DaopError`` if they are of another source or format."""
     begun = parse_manifest(folder / UNFINISHED)
+    if not begun.layers:  # nothing is lost if something else is asked for now
+        write_json(folder / UNFINISHED, plan.manifest([]).as_json())
+        return []
     if begun.settings != plan.settings:
         raise DaopError(
             f"{folder} holds an unfinished packing in {format_name(begun.settings)}, but "

@@ -84,10 +84,12 @@ def simulated(
         from daop.runtime.checkpoint import open_checkpoint
 
         open_checkpoint(choice.judged)  # what is wrong with it is said before the simulations
-    settings = comparison.settings(choice.hardware or "rtx4090", choice.shares, batch, weight_bits)
     if choice.profile is None:
         output.say("learning a profile from four fifths of the sequences ...", style="dim")
     recorded = comparison.open_traffic(trace, choice.profile, expert_bytes, tokens)
+    settings = comparison.settings(
+        choice.hardware or "rtx4090", choice.shares, batch, weight_bits, recorded.traffic.geometry
+    )
     for warning in comparison.mismatches(settings, recorded.traffic.geometry):
         output.say(warning, style="yellow")
     rows: list[dict[str, Any]] = []

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from daop.runtime.checkpoint import Checkpoint
     from daop.runtime.packed import Pack
 
+CARD = "README.md"
+FIGURES = {
+    "perplexity_reference": "perplexity of the source",
+    "perplexity": "perplexity",
+    "mean_kl": "mean KL divergence, nats a token",
+    "p99_kl": "its 99th percentile",
+    "changed_tokens": "share of greedy tokens that changed",
+}
+"""What of ``daop.quality.Quality`` the card says, and in which words."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -58,7 +67,8 @@ def pack(
         made = packing.pack(checkpoint, output, dtype=dtype, group=group or 0, told=told)
     packed = open_checkpoint(output)
     quality = None if text is None else _quality(model, output, text, out)
-    write_whole(output / "README.md", card(checkpoint, made, packed, quality))
+    if quality is not None or not (there and (output / CARD).exists()):  # one with figures is kept
+        write_whole(output / CARD, card(checkpoint, made, packed, quality))
     before, after = int(checkpoint.geometry.bytes_of.sum()), int(packed.geometry.bytes_of.sum())
     out.say(
         f"{output}: {packed.geometry.total} experts, {format_size(before)} as the source has them, "
@@ -126,10 +136,10 @@ def card(source: Checkpoint, made: Pack, packed: Checkpoint, quality: Quality | 
     elif quality is None:
         judged = "Not measured. `daop quality SOURCE --candidate THIS --text FILE` says what changed."
     else:
+        found = quality.as_dict()
         judged = "\n".join(
-            f"- {name}: {figure['value']:.4g}" + _interval(figure)
-            for name, figure in quality.as_dict().items()
-            if isinstance(figure, dict) and "value" in figure
+            f"- {words}: {found[name]['value']:.4g}" + _interval(found[name])
+            for name, words in FIGURES.items()
         )
     return f"""# {made.source["name"]}, packed by daop
 

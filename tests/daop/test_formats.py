@@ -85,7 +85,7 @@ def test_measured_costs_are_the_simulators_clock() -> None:
     nbytes = in_format(geometry, 16.0, "int4").expert_bytes[0]
     profile = calibrated(curve("int4", nbytes, 700.0, 2800.0))
     profile = parse(render(profile), "machine.toml")
-    settings = [comparison.Setting(hardware=profile, ecr=1.0)]
+    settings = [comparison.Setting(hardware=profile, ecr=1.0, format="bf16")]
     (part,) = in_formats(["int4"], recorded, settings)
     run = comparison.simulate_one(part.recorded.traffic, None, part.settings[0], "static")
     tokens, layers = len(recorded.traffic.ids), geometry.layers
@@ -201,6 +201,23 @@ def test_the_fastest_of_each_format() -> None:
     assert found == [("a", "keep", "lru"), ("a", "int8", "lru"), ("b", "keep", "lru"), ("b", "int8", "lru")]
 
 
+def test_a_trace_of_a_packed_model_is_known_by_its_name() -> None:
+    plain = Geometry.uniform(2, 4, 2, 4096, fingerprint="ab")
+    packed = dataclasses.replace(plain, fingerprint="ab+int8-g64")
+    shipped = load("rtx4090")
+    small = dataclasses.replace(
+        calibrated(curve("int8", 4096, 1.0, 2.0)), weight_bits=10.5, expert_bytes=4096
+    )
+    own = comparison.own_format
+    assert own(shipped, plain, None) == (16.0, "bf16")
+    assert own(shipped, packed, None) == (8.25, "int8")
+    assert own(shipped, packed, 8.5) == (8.5, "int8")
+    assert own(small, packed, None) == (10.5, "int8"), "small experts fill their pages badly"
+    assert own(small, plain, None) == (10.5, "int8"), "measured with experts of this very size"
+    assert own(small, Geometry.uniform(2, 4, 2, 9000), None) == (10.5, None)
+    assert own(shipped, None, 4.25) == (4.25, "mxfp4")
+
+
 def test_what_is_no_format() -> None:
     assert formats_of("keep, int8,int8") == ["keep", "int8"]
     with pytest.raises(DaopError, match="--format zip is not known; known: keep, bf16"):
@@ -209,7 +226,7 @@ def test_what_is_no_format() -> None:
         formats_of("keep", keep=False)
     with pytest.raises(DaopError, match="names no format"):
         formats_of(" ")
-    two: Any = [SimpleNamespace(weight_bits=16.0), SimpleNamespace(weight_bits=4.25)]
+    two: Any = [SimpleNamespace(weight_bits=bits, format=None) for bits in (16.0, 4.25)]
     recorded: Any = None
     with pytest.raises(DaopError, match="one --weight-bits"):
         list(in_formats(["int8"], recorded, two))

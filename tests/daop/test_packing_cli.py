@@ -40,6 +40,16 @@ def test_packed_verified_and_run(tmp_path: Path) -> None:
     assert found["source"]["fingerprint"] in card
     assert "INT4, groups of 32 inputs" in card
     assert "Not measured" in card
+    sample = tmp_path / "text.txt"
+    sample.write_text("Once upon a time there was a model whose experts did not fit. " * 40)
+    code, text = invoke("pack", str(DEMO), "-o", str(folder), "--dtype", "int4", "--text", str(sample))
+    assert code == 0, text
+    assert "they were packed already" in " ".join(text.split())
+    card = (folder / "README.md").read_text()
+    assert "mean KL divergence" in card
+    code, text = invoke("pack", str(DEMO), "-o", str(folder), "--dtype", "int4")
+    assert code == 0, text
+    assert (folder / "README.md").read_text() == card, "measured figures are not lost"
     code, text = invoke("pack", str(folder), "--verify")
     assert code == 0, text
     assert "every checksum is as it was packed" in " ".join(text.split())

@@ -105,6 +105,19 @@ def test_another_format_is_not_mixed_in(source: Path, begun: Path) -> None:
             pack(source, begun, **options)
 
 
+def test_a_folder_in_which_nothing_is_done_yet_takes_another_format(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is too small for one format may hold another."""
+    folder = tmp_path / "p"
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(DaopError, match="packing needs"):
+        pack(source, folder)
+    monkeypatch.undo()
+    assert pack(source, folder, dtype="int4").layouts[0].codec.name == "int4"
+
+
 def test_two_at_once(source: Path, begun: Path) -> None:
     with (
         pack_files.locked(begun),
