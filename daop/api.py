@@ -408,4 +408,10 @@ def _tokenizer(path: Path) -> Any:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # damaged files make it raise nearly anything
+        raise DaopError(
+            f"the tokenizer in {path} cannot be read ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}): fetch its files again"
+        ) from error

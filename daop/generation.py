@@ -121,8 +121,6 @@ def generate(
     mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
     clock = _Clock(len(prompts), end_ids, tokenizer, on_text)
     criteria = StoppingCriteriaList([*options.pop("stopping_criteria", ()), *([_Stop(stop)] if stop else ())])
-    if options.get("stop_strings") is not None:
-        options.setdefault("tokenizer", tokenizer)
     began = time.perf_counter()
     with torch.inference_mode():
         out = model.generate(
@@ -132,7 +130,7 @@ def generate(
             streamer=clock,
             stopping_criteria=criteria,
             pad_token_id=pad,
-            **{"do_sample": False, "temperature": None, "top_p": None, "top_k": None, **options},
+            **{**USUAL, "tokenizer": tokenizer, **options},
         )
     times = [0.0, *(moment - began for moment in clock.times)]
     gaps = [later - earlier for earlier, later in pairwise(times[1:])]
@@ -175,12 +173,15 @@ def stream(run: Callable[[OnText, Event], object]) -> Iterator[str]:
         thread.join()
 
 
-ONE_EACH = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "streamer": None}
+ONE_EACH = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
 """What there is one answer to each prompt for, with the times of its tokens."""
+
+USUAL = {**ONE_EACH, "do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+"""Whatever the model's generation_config.json says."""
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    for name, usual in ONE_EACH.items():
+    for name, usual in {**ONE_EACH, "streamer": None}.items():
         if options.get(name, usual) not in (usual, None):
             raise DaopError(
                 f"{name}={options[name]!r} does not give one timed answer to each prompt: call "
@@ -211,7 +212,10 @@ def _end_ids(model: Any) -> set[int]:
     end = model.generation_config.eos_token_id
     if end is None:
         return set()
-    return set(end) if isinstance(end, list) else {int(end)}
+    ends = end if isinstance(end, list) else [end]
+    if not all(isinstance(one, int) for one in ends):
+        raise DaopError(f"eos_token_id is {end!r}, not token ids: mend the model's generation_config.json")
+    return set(ends)
 
 
 def _pad_id(model: Any, tokenizer: Any, end_ids: set[int]) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from daop.core import Geometry
+from daop.core import DaopError, Geometry
 from daop.runtime import families, names
 from daop.runtime.codecs.base import Codec
 from daop.runtime.codecs.plain import PLAIN
@@ -117,11 +117,15 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     A folder of that name wins over the hub.
     """
     folder = model_folder(model)
+    if not (folder / "config.json").exists():
+        raise DaopError(
+            f"{folder} holds no config.json: give a model's folder, or fetch the model again if it is one"
+        )
     pack = read_pack(folder)
     config = read_json(folder / "config.json")
     stored = find_format(folder / "config.json", config) if pack is None else pack.rest_format(folder)
     index = read_index(folder)
-    skeleton = build_skeleton(folder)
+    skeleton = build_skeleton(folder, len(index.tensors))
     sources = {name: source for experts in skeleton.experts for name, source in experts.sources.items()}
     found = names.targets(skeleton.model, index.tensors, frozenset(sources), stored)
     whole: dict[int, tuple[ByteRange, ...]] = {}

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from daop.core import FloatArray, Forecast, Phase, Step
 
 from .engine import Engine, EngineView
@@ -187,8 +189,13 @@ class Conductor:
             self._tell_fate(flat, "failed")
 
     def abort(self, step: Step) -> None:
-        """The step broke off and will not be finished; all transfers have ended."""
+        """The step broke off and will not be finished; all transfers have ended. What is on its way even so
+        has arrived without anybody noting it."""
         self.settle()
+        for flat in np.flatnonzero(self.residency.filling).tolist():
+            self._expiry.pop(flat, None)
+            self.residency.abandon(flat)
+            self._tell_fate(flat, "failed")
         self.residency.unprotect(step.experts)
 
     @property

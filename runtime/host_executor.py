@@ -85,8 +85,8 @@ class HostExecutor(Executor):
             self._record(self.recorder, layer, ids, weights)
 
         began = clock()
-        work = self.conductor.plan(step)
         try:
+            work = self.conductor.plan(step)
             reads = self._ask(layer, work)  # first, so that the disk works while the next layer is forecast
             planned = clock()
             forecasts = [Forecast(ahead, chance.numpy()) for ahead, chance in self._look_ahead(layer, hidden)]
@@ -104,10 +104,10 @@ class HostExecutor(Executor):
                     span(Busy("predictor", "forecast", planned - origin, forecast - origin, (), layer))
                 span(Busy("predictor", "look ahead", forecast - origin, ready - origin, (), layer))
             stall = self._run(step, work, reads, compute, batch)
+            out = compute.finish(batch)
         except BaseException:
             self._abort(step)
             raise
-        out = compute.finish(batch)
         ended = clock()
         statistics.compute_seconds += ended - ready - stall
         self.conductor.finish(step, work, stall, ended - ready - stall)
@@ -140,9 +140,11 @@ class HostExecutor(Executor):
 
         if work.ready:
             began = time.perf_counter()
-            compute.run(
-                batch, [flat - base for flat in work.ready], [slots[slot_of[flat]] for flat in work.ready]
-            )
+            resident = [slots[slot_of[flat]] for flat in work.ready]
+            for flat, slot in zip(work.ready, resident, strict=True):
+                if not self._checked[flat]:  # brought at the start, or by speculation
+                    self._check(layer, flat, slot)
+            compute.run(batch, [flat - base for flat in work.ready], resident)
             self._computed(began, work.ready)
         stalled = 0.0
         while coming or streams:

@@ -24,20 +24,29 @@ class Skeleton:
     experts: tuple[Experts, ...]
 
 
-def build_skeleton(folder: Path) -> Skeleton:
-    """Build the folder's causal language model on the meta device; ``DaopError`` if daop cannot run it."""
+def build_skeleton(folder: Path, tensors: int) -> Skeleton:
+    """Build the folder's causal language model on the meta device; ``DaopError`` if daop cannot run it.
+
+    ``tensors``: how many the files hold; a model of more layers is not begun.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise DaopError(
             f"transformers cannot read {folder / 'config.json'}: {' '.join(str(error).split())[:300]}"
         ) from error
     for part in (config, config.get_text_config()):  # the experts' format is ours to read: see codecs.stored
         if hasattr(part, "quantization_config"):
             del part.quantization_config
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > tensors:
+        raise DaopError(
+            f"{folder / 'config.json'} speaks of {layers} layers, but the files hold {tensors} tensors: they "
+            "are of different models; fetch the whole folder again"
+        )
     model_type = config.model_type
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise DaopError(
@@ -52,8 +61,14 @@ def build_skeleton(folder: Path) -> Skeleton:
     if model_class.config_class is type(text_config):  # a language model inside a multimodal checkpoint
         config = text_config
         model_type = config.model_type
-    with torch.device("meta"):
-        model = model_class(config)
+    try:
+        with torch.device("meta"):
+            model = model_class(config)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise DaopError(
+            f"transformers cannot build the {model_type!r} model that {folder / 'config.json'} describes "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}): fetch the file again"
+        ) from error
     experts = find_experts(model)
     if not experts:
         odd = sorted({name for name, _ in model.named_parameters() if "expert" in name})

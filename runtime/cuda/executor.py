@@ -197,18 +197,20 @@ class CudaExecutor(Executor):
         seen = self._bring(layer, hidden, ids, weights)
         step = self._step(layer, seen.batch)
         began = clock()
-        work = self.conductor.plan(step)
-        planned = clock()
-        self.conductor.look_ahead(step, seen.forecasts)
-        self._transfers.kick()
-        ready = clock()
-        statistics.policy_seconds += ready - began
-        if self.conductor.watchers:
-            origin = ready - self._transfers.now
-            self.conductor.span(Busy("policy", "plan", began - origin, planned - origin, (), layer))
-            self.conductor.span(Busy("predictor", "look ahead", planned - origin, ready - origin, (), layer))
-        stall = self._read_off_waits()
         try:
+            work = self.conductor.plan(step)
+            planned = clock()
+            self.conductor.look_ahead(step, seen.forecasts)
+            self._transfers.kick()
+            ready = clock()
+            statistics.policy_seconds += ready - began
+            if self.conductor.watchers:
+                origin = ready - self._transfers.now
+                self.conductor.span(Busy("policy", "plan", began - origin, planned - origin, (), layer))
+                self.conductor.span(
+                    Busy("predictor", "look ahead", planned - origin, ready - origin, (), layer)
+                )
+            stall = self._read_off_waits()
             out, computed = self._run(step, work, seen, hidden, weights)
         except BaseException:
             self._abort(step)

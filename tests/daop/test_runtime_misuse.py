@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -166,3 +168,24 @@ def test_options_of_generate(model: Path) -> None:
 def test_numbers_out_of_range_are_named(model: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(DaopError, match=words):
         load(model, **options)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_damaged_tokenizer_is_named(model: Path, tmp_path: Path, text: str) -> None:
+    folder = shutil.copytree(model, tmp_path / "m")
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(DaopError, match=r"the tokenizer in .* cannot be read"):
+        load(folder)
+
+
+def test_what_a_models_generation_config_asks_for(model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "m")
+    asked = {"num_beams": 3, "num_return_sequences": 2, "do_sample": True, "stop_strings": ["no such string"]}
+    with load(model, ecr=0.5) as runtime:
+        usual = answer(runtime, "hello")
+    (folder / "generation_config.json").write_text(json.dumps(asked))
+    with load(folder, ecr=0.5) as runtime:
+        assert answer(runtime, "hello") == usual
+    (folder / "generation_config.json").write_text('{"eos_token_id": "end"}')
+    with load(folder, ecr=0.5) as runtime, pytest.raises(DaopError, match="eos_token_id is 'end'"):
+        answer(runtime, "hello")

@@ -454,7 +454,24 @@ def test_a_config_that_is_missing_broken_or_quantised(folder: Path) -> None:
     with pytest.raises(DaopError, match=r"config.json is not valid JSON"):
         open_checkpoint(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(DaopError, match=r"config.json"):
+    with pytest.raises(DaopError, match=r"holds no config.json: give a model's folder"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_hidden_layers": 100_000}, "100000 layers, but the files hold"),
+        ({"hidden_act": "magic"}, "cannot build the 'qwen3_moe' model.*KeyError: 'magic'"),
+        ({"rope_parameters": {"rope_type": "magic"}}, "cannot build the 'qwen3_moe' model"),
+        ({"dtype": "magic"}, "cannot read .*magic"),
+        ({"num_experts_per_tok": 1000}, "top_k is 1000"),
+    ],
+)
+def test_a_config_of_no_model(folder: Path, changes: dict[str, object], says: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(DaopError, match=says):
         open_checkpoint(folder)
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +20,15 @@ import daop.runtime.machinery
 from daop.api import Runtime, load
 from daop.core import DaopError, FloatArray, Forecast, Phase, Step
 from daop.runtime.checkpoint import open_checkpoint
+from daop.runtime.conductor import Conductor
 from daop.runtime.files import FileReader
+from daop.runtime.host_compute import HostExperts
+from daop.runtime.host_executor import HostExecutor
 from daop.runtime.model import build_model
 from daop.runtime.policies.base import POLICIES, Policy, Prefetch, View
 from daop.runtime.policies.lru import Lru
 from daop.runtime.reference import reference_experts
+from daop.runtime.transfers import FileTransfers
 
 PROMPTS = ([5, 17, 2, 44, 9, 61, 30], [12, 3, 3], [80, 7, 21, 55])
 STEPS = 8
@@ -232,6 +237,55 @@ def test_reads_left_over_from_a_broken_run_cannot_reach_the_next(
             assert readers[-1].active == 0  # no read is left that could write into a buffer used anew
             readers[-1].slow = False
             assert runtime.generate([PROMPTS[0]], 3)[0].token_ids == reference[0][:3]
+
+
+PLACES = [
+    (Lru, "plan"),
+    (Lru, "victims"),
+    (Lru, "observe"),
+    (HostExperts, "run"),
+    (HostExperts, "finish"),
+    (HostExecutor, "_check"),
+    (HostExecutor, "_charge"),
+    (FileTransfers, "wait_any"),
+    (FileTransfers, "kick"),
+    (Conductor, "look_ahead"),
+    (Conductor, "arrived"),
+]
+
+
+def until_it_breaks(runtime: Runtime) -> None:
+    while True:
+        runtime.generate([PROMPTS[0]], STEPS)
+        runtime._executor._checked[:] = bytes(len(runtime._executor._checked))
+
+
+@pytest.mark.parametrize(("kind", "name"), PLACES)
+def test_a_run_that_breaks_off_anywhere_leaves_the_next_one_right(
+    model: Path, reference: list[list[int]], kind: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, or a policy of somebody's own that raises, and the person goes on in the same process."""
+    ours, left = getattr(kind, name), [1 << 30]
+
+    def breaks(*given: Any, **named: Any) -> Any:
+        found = ours(*given, **named)
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(kind, name, breaks)
+    with load(model, policy="lru", fast_memory=slots(model, 5)) as runtime:
+        residency = runtime._machinery.residency
+        for after in (0, 1, 2, 5, 11, 30):
+            left[0] = after
+            with pytest.raises(KeyboardInterrupt):
+                until_it_breaks(runtime)
+            left[0] = 1 << 30
+            assert not residency.filling.any()
+            assert not residency.protected.any()
+            assert residency.used_slots == int(residency.resident.sum()) <= 5
+            assert tokens(runtime) == reference
 
 
 def test_a_stale_slot_would_show(model: Path, reference: list[list[int]]) -> None:

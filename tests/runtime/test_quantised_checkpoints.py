@@ -137,12 +137,13 @@ def test_damage_is_named(fp8: Path, mxfp4: Path, tmp_path: Path) -> None:
             daop.load(folder)
 
 
-def test_an_expert_whose_scale_is_nan_is_refused(fp8: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ecr", "policy"), [(0.0, "lru"), (1.0, "static"), (0.9, "speculative")])
+def test_an_expert_whose_scale_is_nan_is_refused(fp8: Path, tmp_path: Path, ecr: float, policy: str) -> None:
+    """However it came: read on demand, resident from the start, brought ahead; and also when asked again."""
     folder = spoil(
         fp8, tmp_path / "m", layers_0_mlp_experts_0_down_proj_weight_scale_inv=torch.full((2, 1), torch.nan)
     )
-    with (
-        pytest.raises(DaopError, match=r"down_scale tensor of expert 0 of .*not finite"),
-        daop.load(folder, ecr=0.0) as runtime,
-    ):
-        runtime.generate([list(range(3, 40))], 2)
+    with daop.load(folder, ecr=ecr, policy=policy) as runtime:
+        for _ in range(2):
+            with pytest.raises(DaopError, match=r"down_scale tensor of expert 0 of .*not finite"):
+                runtime.generate([list(range(3, 40))], 2)
