@@ -101,6 +101,7 @@ INLINE float activate(const Form& form, float gate, float up) {
 
 #define VARIANT coded_vnni
 #define LEVEL 2
+#define LANES 8
 #if defined(DAOP_EMULATE_AVX512)
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #else
@@ -109,6 +110,7 @@ INLINE float activate(const Form& form, float gate, float up) {
 #include "coded.inc"
 #undef LEVEL
 #undef VARIANT
+#undef LANES
 #undef TARGET
 
 #define VARIANT avx512
@@ -218,7 +220,7 @@ typedef void (*Parallel)(void (*)(void*), void*, unsigned threads, unsigned flag
 extern "C" {
 
 // Of experts.h and of what is below; runtime/native.py refuses any other.
-int daop_version() { return 3; }
+int daop_version() { return 4; }
 
 // Name of the i-th variant that this CPU can run, best first; null after the last.
 const char* daop_variant(int i) { return supported()[i].name; }

@@ -92,6 +92,12 @@ static int check(int variant, int32_t dtype, int flags, Shape shape) {
   return 0;
 }
 
+static double fp8_value(int byte) {
+  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  const double magnitude = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+  return byte & 128 ? -magnitude : magnitude;
+}
+
 // A quantised weight of `rows` x `width`, appended to the slot: what it means, row by row.
 struct Weight {
   int64_t at, scale;
@@ -128,7 +134,7 @@ static Weight append(std::vector<char>& slot, const Form& form, int64_t rows, in
       switch (form.dtype) {
         case INT8: value = static_cast<int8_t>(row[k]); break;
         case INT4: value = (k % 64 < 32 ? row[k / 64 * 32 + k % 32] & 15 : row[k / 64 * 32 + k % 32] >> 4) - 8; break;
-        case FP8: value = coded::fp8_value(row[k]); break;
+        case FP8: value = fp8_value(row[k]); break;
         default: value = coded::E2M1[k % 2 ? row[k / 2] >> 4 : row[k / 2] & 15];
       }
       w.values[r * width + k] = value * (form.dtype == MXFP4 ? std::ldexp(1.0, static_cast<uint8_t>(slot[scale_at]) - 127)
