@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
+import weakref
 from array import array
 from functools import cache
 from typing import Any
@@ -18,12 +18,27 @@ from .native_context import address, load_context
 
 def lowest_of(values: NDArray[Any], allowed: BoolArray, count: int) -> list[int]:
     """The ``count`` allowed indices of least value, ascending; ties go to the lower index."""
-    search = _compiled(os.environ.get("DAOP_NATIVE", "")).get(values.dtype.char)
+    search = _compiled().get(values.dtype.char)
     if search is None or not (values.flags.c_contiguous and allowed.flags.c_contiguous):
         return lowest_by_numpy(values, allowed, count)
     out = array("q", bytes(8 * count))
-    found = search(address(values), address(allowed), len(values), count, out.buffer_info()[0])
+    found = search(_place(values), _place(allowed), len(values), count, out.buffer_info()[0])
     return out[:found].tolist()
+
+
+_places: dict[int, tuple[weakref.ref[NDArray[Any]], int]] = {}  # arrays last asked for, and where they lie
+
+
+def _place(values: NDArray[Any]) -> int:
+    """``address``, remembered: the same few arrays are searched in every layer, and asking takes longer."""
+    known = _places.get(id(values))
+    if known is not None and known[0]() is values:
+        return known[1]
+    if len(_places) >= 64:
+        _places.clear()
+    place = address(values)
+    _places[id(values)] = (weakref.ref(values), place)
+    return place
 
 
 def lowest_by_numpy(values: NDArray[Any], allowed: BoolArray, count: int) -> list[int]:
@@ -37,7 +52,7 @@ def lowest_by_numpy(values: NDArray[Any], allowed: BoolArray, count: int) -> lis
 
 
 @cache
-def _compiled(setting: str) -> dict[str, Any]:
+def _compiled() -> dict[str, Any]:
     """The compiled searches by numpy's letter for a type; none without the library."""
     library = load_context()
     if library is None:

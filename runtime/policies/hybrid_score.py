@@ -46,26 +46,29 @@ class HybridScore(Policy):
             return Plan()
         if not self.costs.host_beside:
             return Plan(keep=missing)
-        tokens = dict(zip(step.experts, step.tokens, strict=True))
-        order = sorted(missing, key=lambda flat: -tokens[flat])
+        device, tokens = self.costs.device, dict(zip(step.experts, step.tokens, strict=True))
+        order = missing if step.rows == 1 else sorted(missing, key=lambda flat: -tokens[flat])
         absent = set(missing)
-        ready = sum(self.costs.device(f, n) for f, n in tokens.items() if f not in absent)
+        ready = sum([device(flat, n) for flat, n in tokens.items() if flat not in absent])
         copied = self._best_split(order, tokens, ready)
         return Plan(keep=order[:copied], host=order[copied:])
 
     def _best_split(self, order: Sequence[int], tokens: dict[int, int], ready: float) -> int:
         """How many of ``order`` to copy so that the layer ends soonest."""
         costs = self.costs
-        host = sum(costs.host(flat, tokens[flat]) for flat in order)
+        on_host = [costs.host(flat, tokens[flat]) for flat in order]
+        host = sum(on_host)
         link, device = 0.0, ready
         best, copied = max(ready, host), 0
         for index, flat in enumerate(order):
             link += costs.copy(flat)
-            host -= costs.host(flat, tokens[flat])
+            host -= on_host[index]
             device = max(device, link) + costs.device(flat, tokens[flat])
             end = max(device, host)
             if end < best:
                 best, copied = end, index + 1
+            if device >= host:  # another copy would only make it later
+                break
         return copied
 
     def victims(self, incoming: int, count: int, view: View, prefetch: Prefetch | None) -> Sequence[int]:
@@ -77,19 +80,20 @@ class HybridScore(Policy):
     def look_ahead(self, step: Step, forecasts: Sequence[Forecast], view: View) -> Sequence[Prefetch]:
         if not forecasts or view.link_free_at > view.now + self.costs.copy(step.experts[0]):
             return ()
-        k = self.geometry.top_k
-        best: Prefetch | None = None
+        k, offsets = self.geometry.top_k, self.geometry.offsets
+        begin, end = offsets[forecasts[0].layer], offsets[forecasts[-1].layer + 1]
+        here = view.resident[begin:end] | view.filling[begin:end]
+        best: tuple[float, int, int] | None = None
         for ahead, forecast in enumerate(forecasts, start=1):
-            base, end = self.geometry.offsets[forecast.layer : forecast.layer + 2]
-            scores = forecast.scores
-            here = view.resident[base:end] | view.filling[base:end]
-            likeliest = int(np.where(here, np.float32(-1.0), scores).argmax())
-            score = scores[likeliest]
-            if here[likeliest] or np.count_nonzero(scores > score) >= k:  # none of the k likeliest is absent
+            base, scores = offsets[forecast.layer], forecast.scores
+            absent = scores.copy()
+            absent[here[base - begin : base - begin + len(scores)]] = -1.0
+            likeliest = int(absent.argmax())
+            score = absent[likeliest]
+            if score < 0 or np.count_nonzero(scores > score) >= k:  # none of the k likeliest is absent
                 continue
             # With one miss less the layer ends sooner by the host's time for it, as likely as it is used.
-            flat = base + likeliest
-            gain = float(score) * self.costs.host(flat, 1)
-            if best is None or gain > best.value:
-                best = Prefetch(flat, gain, ahead)
-        return [] if best is None else [best]
+            gain = float(score) * self.costs.host(base + likeliest, 1)
+            if best is None or gain > best[0]:
+                best = gain, base + likeliest, ahead
+        return [] if best is None else [Prefetch(best[1], best[0], best[2])]
