@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from threading import Event, Lock
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from daop.config import DEFAULT_POLICY, RunConfig
 from daop.core import DaopError
-from daop.forward_watch import ForwardWatch
-from daop.generation import Generation, OnText, generate, stream
 from daop.machine import asked_threads, read_cpu
-from daop.runtime.around import around
+from daop.running import Progress, Runtime
 from daop.runtime.checkpoint import Checkpoint, open_checkpoint
 from daop.runtime.costs import Hardware
-from daop.runtime.experts import ExpertsFn
-from daop.runtime.machinery import Device, Machinery, Setup, Wishes, find_device
-from daop.runtime.model import build_model
+from daop.runtime.machinery import Wishes, find_device
 from daop.runtime.policies.base import Policy, make_policy
 from daop.runtime.profile import Profile
-from daop.runtime.recording import ForecastRecorder, Recorder
-from daop.runtime.statistics import Statistics
 from daop.runtime.watching import Watcher
-from daop.turns import Turns
 
 if TYPE_CHECKING:
     from daop.training.recorder import TraceRecorder
 
-Progress = Callable[[str, float], None]
-"""(what is being done, share done in 0..1)"""
+__all__ = ["Runtime", "load"]
 
 
 def load(
@@ -64,57 +51,77 @@ def load(
 
     ``model``: a Hugging Face directory or hub id of safetensors. ``fast_memory`` (bytes, or "2GiB") or
     ``ecr`` (share of the routed experts) set the hot set's size; with neither it is chosen to fit this
-    machine. ``policy``: a name of ``POLICIES``, ``module:Class``, or a policy object;
-    ``profile``: a folder with what other traffic taught. ``trace``: record the routing into this file,
-    ``trace_token_ids`` with the tokens' ids, ``trace_distances`` with how well the next layer's input
-    and routing can be told. ``hardware``: what things cost on this machine, a
-    file of ``daop calibrate`` (None: a calibration saved before, or a rule of thumb; the device cuda measures
-    when it starts). ``watchers`` are told all that happens, for instance a
-    ``runtime.timeline.Timeline``. ``dtype``: that of
-    everything but the routed experts, which are computed as stored. ``context`` and ``batch`` are what
-    the KV cache is planned for. ``threads`` sets how many
-    compute, for torch as a whole. Raises DaopError with the remedy when something does not fit.
+    machine. ``policy``: a name of ``POLICIES``, ``module:Class``, or a policy object; ``profile``: a folder
+    with what other traffic taught. ``trace``: record the routing into this file, ``trace_token_ids`` with the
+    tokens' ids, ``trace_distances`` with how well the next layer's input and routing can be told.
+    ``hardware``: what things cost on this machine, a file of ``daop calibrate`` (None: a calibration saved
+    before, or a rule of thumb; the device cuda measures when it starts). ``watchers`` are told all that
+    happens, for instance a ``runtime.timeline.Timeline``. ``dtype``: that of everything but the routed
+    experts, which are computed as stored. ``context`` and ``batch`` are what the KV cache is planned for.
+    ``threads`` sets how many compute, for torch as a whole. Raises DaopError with the remedy when something
+    does not fit.
     """
-    say = progress or (lambda _, __: None)
-    dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    RunConfig(  # refuses what is out of range
-        model=str(model), ecr=ecr, dtype=dtype, threads=threads, context=context, batch=batch, seed=seed
+    config = RunConfig.from_mapping(
+        {
+            "model": str(model),
+            "device": device,
+            "policy": policy if isinstance(policy, str) else type(policy).__name__,
+            "policy_options": policy_options or {},
+            "fast_memory": fast_memory,
+            "ecr": ecr,
+            "direct_io": direct_io,
+            "dtype": str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype,
+            "threads": threads,
+            "context": context,
+            "batch": batch,
+            "seed": seed,
+            "profile": None if profile is None else str(profile),
+            "trace": None if trace is None else str(trace),
+            "trace_token_ids": trace_token_ids,
+            "trace_distances": trace_distances,
+            "hardware": hardware,
+        }
     )
-    torch.manual_seed(seed)
+    made = policy if isinstance(policy, Policy) else None
+    return _open(config, made, watchers, progress or (lambda _, __: None))
+
+
+def _open(config: RunConfig, policy: Policy | None, watchers: Sequence[Watcher], say: Progress) -> Runtime:
+    """``policy`` None: the one that ``config`` names."""
+    torch.manual_seed(config.seed)
+    threads = config.threads
     if threads is None and not asked_threads():  # torch knows nothing of quotas
         threads = min(torch.get_num_threads(), read_cpu().cores)
     if threads is not None:
         torch.set_num_threads(threads)
     say("reading the checkpoint's headers", 0.0)
-    checkpoint = open_checkpoint(model)
-    chosen = policy if isinstance(policy, Policy) else _policy(policy, policy_options, profile, checkpoint)
-    costs, costs_from = _costs(device, checkpoint, hardware)
+    checkpoint = open_checkpoint(config.model)
+    chosen = policy or _policy(config, checkpoint)
+    costs, costs_from = _costs(config, checkpoint)
     wishes = Wishes(
-        fast_memory=fast_memory,
-        ecr=ecr,
-        context=context,
-        batch=batch,
-        dtype=dtype,
-        direct_io=direct_io,
+        fast_memory=config.fast_memory,
+        ecr=config.ecr,
+        context=config.context,
+        batch=config.batch,
+        dtype=config.dtype,
+        direct_io=config.direct_io,
         hardware=costs,
     )
-    found = find_device(device, checkpoint, wishes)
-    recorder = None
-    if trace_distances and not chosen.exact:
+    device = find_device(config.device, checkpoint, wishes)
+    if config.trace_distances and not chosen.exact:
         raise DaopError("--distances are those of an exact run: record them with an exact policy")
-    if trace is not None:
-        recorder = _recorder(trace, checkpoint, policy, trace_token_ids, trace_distances)
+    recorder = None if config.trace is None else _recorder(config.trace, config, checkpoint)
     say("loading everything but the experts", 0.1)
     try:
         return Runtime(
             checkpoint,
-            found,
+            device,
             chosen,
-            policy_name=policy if isinstance(policy, str) else type(policy).__name__,
-            dtype=dtype,
+            policy_name=config.policy,
+            dtype=config.dtype,
             costs_from=costs_from,
             recorder=recorder,
-            forecasts=recorder if trace_distances else None,
+            forecasts=recorder if config.trace_distances else None,
             watchers=watchers,
             progress=say,
         )
@@ -124,294 +131,40 @@ def load(
         raise
 
 
-def _policy(
-    name: str, options: dict[str, Any] | None, profile: str | Path | None, checkpoint: Checkpoint
-) -> Policy:
-    taught = Profile.load(Path(profile), checkpoint.geometry) if profile is not None else None
-    policy = make_policy(name, taught, options)
+def _policy(config: RunConfig, checkpoint: Checkpoint) -> Policy:
+    taught = None if config.profile is None else Profile.load(Path(config.profile), checkpoint.geometry)
+    policy = make_policy(config.policy, taught, config.policy_options)
     if policy.needs_future:
         raise DaopError(
-            f"--policy {name} must know the future, which only a simulated run does: daop compare"
+            f"--policy {config.policy} must know the future, which only a simulated run does: daop compare"
         )
     return policy
 
 
-def _costs(device: str, checkpoint: Checkpoint, asked: str | None) -> tuple[Hardware | None, str]:
+def _costs(config: RunConfig, checkpoint: Checkpoint) -> tuple[Hardware | None, str]:
     """What things cost and where that is from, so that policies decide by this machine."""
-    if device != "host":
-        if asked is not None:
+    if config.device != "host":
+        if config.hardware is not None:
             raise DaopError("--hardware is for --device host: the device cuda measures itself at every start")
         return None, "measurements at the start"
     from daop.calibration import costs_for
 
-    return costs_for(checkpoint, asked)
+    return costs_for(checkpoint, config.hardware)
 
 
-def _recorder(
-    path: str | Path, checkpoint: Checkpoint, policy: object, token_ids: bool, distances: bool
-) -> TraceRecorder:
+def _recorder(path: str, config: RunConfig, checkpoint: Checkpoint) -> TraceRecorder:
     from daop.training.recorder import TraceRecorder
 
     source = {
         "engine": "daop",
         "model": checkpoint.path.name,
         "model_type": checkpoint.skeleton.model_type,
-        "policy": policy if isinstance(policy, str) else type(policy).__name__,
+        "policy": config.policy,
     }
     return TraceRecorder(
-        path, checkpoint.geometry, source=source, store_token_ids=token_ids, store_forecasts=distances
+        path,
+        checkpoint.geometry,
+        source=source,
+        store_token_ids=config.trace_token_ids,
+        store_forecasts=config.trace_distances,
     )
-
-
-class Runtime:
-    """A model whose routed experts daop runs. ``model`` is a plain transformers model.
-
-    Threads may share a runtime: generations, and layers of ``model`` called by itself, wait for each other.
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        device: Device,
-        policy: Policy,
-        *,
-        policy_name: str,
-        dtype: str | None,
-        recorder: Recorder | None,
-        forecasts: ForecastRecorder | None = None,
-        watchers: Sequence[Watcher],
-        progress: Progress,
-        costs_from: str = "",
-    ) -> None:
-        self.policy_name = policy_name
-        self.costs_from = costs_from
-        self.checkpoint = checkpoint
-        self.geometry = checkpoint.geometry
-        self._run: ExpertsFn | None = None
-        self._closed = False
-        self._generations, self._layer = Turns(), Lock()
-        built = build_model(checkpoint, self._experts, dtype=_torch_dtype(dtype), device=device.torch_device)
-        self.model = built.model
-        self.tokenizer = _tokenizer(checkpoint.path)
-        progress("filling the hot set", 0.6)
-        self._machinery: Machinery = device.set_up(
-            Setup(
-                built=built,
-                policy=policy,
-                use=self._use,
-                told=progress,
-                recorder=recorder,
-                watchers=watchers,
-            )
-        )
-        self.plan = self._machinery.plan
-        self._executor = self._machinery.executor
-        try:
-            self._around = around(self._executor, policy, built, forecasts)
-            self._run = self._around.run
-            self._watch = ForwardWatch(self.model, self._executor, self._around)
-            self._executor.start()
-        except BaseException:
-            self.close(complete=False)
-            raise
-        self._bytes_at_reset = self._machinery.bytes_read
-        progress("ready", 1.0)
-
-    # -- generation ------------------------------------------------------------------------------
-
-    def generate(
-        self,
-        prompts: Sequence[str | Sequence[int]],
-        max_new_tokens: int = 64,
-        *,
-        on_text: OnText | None = None,
-        stop: Event | None = None,
-        **options: Any,
-    ) -> list[Generation]:
-        """Generate for all prompts as one batch; ``options`` go to transformers' ``generate``."""
-        self._check_open()
-        if isinstance(prompts, (str, bytes)):
-            raise DaopError("generate takes a list of prompts: put the one into brackets")
-        with self._generations:
-            return self._generate(prompts, max_new_tokens, on_text, stop, options)
-
-    def _generate(
-        self,
-        prompts: Sequence[str | Sequence[int]],
-        max_new_tokens: int,
-        on_text: OnText | None,
-        stop: Event | None,
-        options: dict[str, Any],
-    ) -> list[Generation]:
-        ids = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-        said: list[bool] = []
-
-        def tell(row: int, text: str) -> None:
-            said.append(True)
-            if on_text is not None:
-                on_text(row, text)
-
-        while True:
-            try:
-                return generate(
-                    self.model,
-                    self.tokenizer,
-                    ids,
-                    max_new_tokens=max_new_tokens,
-                    on_text=None if on_text is None else tell,
-                    stop=stop,
-                    **options,
-                )
-            except torch.OutOfMemoryError as error:  # of attention or the KV cache: experts see to theirs
-                trouble = error
-            finally:  # what follows is no part of a sequence that broke off
-                self._watch.next_sequences(len(ids))
-            self._make_room(trouble, again=not said and self._executor.recorder is None)
-
-    def _make_room(self, trouble: BaseException, *, again: bool) -> None:
-        """The device's memory was used up outside the experts: give up a part of the hot set. Raises
-        DaopError if there is none, or if the answer cannot begin ``again``."""
-        made = self._machinery.make_room()
-        if made and again:
-            return
-        what = "a part of the hot set was given up for it, so try again" if made else "no expert is resident"
-        raise DaopError(
-            f"the device's memory is used up ({' '.join(str(trouble).split())[:200]}); {what}, or lower "
-            "--context, --batch or --fast-memory"
-        ) from trouble
-
-    def stream(self, prompt: str | Sequence[int], max_new_tokens: int = 64, **options: Any) -> Iterator[str]:
-        """Text of one answer as it is generated. Use the iterator to its end, or close it."""
-        if self.tokenizer is None:
-            raise DaopError(f"{self.checkpoint.path} has no tokenizer, so there is no text to stream")
-        return stream(
-            lambda on_text, stop: self.generate(
-                [prompt],
-                max_new_tokens,
-                on_text=on_text,
-                stop=stop,
-                **options,
-            )
-        )
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text as the tokenizer makes them."""
-        if self.tokenizer is None:
-            raise DaopError(f"{self.checkpoint.path} has no tokenizer: give the prompt as token ids")
-        ids: list[int] = self.tokenizer(text)["input_ids"]
-        return ids
-
-    # -- figures ---------------------------------------------------------------------------------
-
-    def statistics(self) -> dict[str, Any]:
-        """Counters since the last reset: hits, bytes and stalls by cause, memory, policy cost."""
-        self._executor.settle()
-        conductor = self._executor.conductor
-        figures = conductor.statistics.as_dict()
-        figures["bytes"]["pending"] = conductor.pending_bytes
-        figures["bytes"]["read"] = self._machinery.bytes_read - self._bytes_at_reset
-        figures["policy"] = self.policy_name
-        figures["ecr"] = self._machinery.residency.capacity / self.geometry.total
-        figures["slots"] = self._machinery.residency.capacity
-        figures["memory_bytes"] = self._memory_bytes()
-        return figures
-
-    def _memory_bytes(self) -> dict[str, int]:
-        return {
-            **self._machinery.memory_bytes(),
-            "non_experts": sum(p.numel() * p.element_size() for p in self.model.parameters()),
-            "kv_cache": self.plan.kv_cache,
-            "workspace": self.plan.workspace,
-        }
-
-    def reset_statistics(self) -> None:
-        """Counters start again; the hot set stays as it is."""
-        self._executor.settle()
-        self._executor.conductor.statistics = Statistics(self.geometry)
-        for watcher in self._executor.conductor.watchers:
-            watcher.reset()
-        self._bytes_at_reset = self._machinery.bytes_read
-
-    def hot_set(self) -> list[list[int]]:
-        """For every MoE layer, the experts resident now."""
-        resident = self._machinery.residency.resident
-        offsets = self.geometry.offsets
-        return [
-            np.flatnonzero(resident[offsets[layer] : offsets[layer + 1]]).tolist()
-            for layer in range(self.geometry.layers)
-        ]
-
-    def end_sequences(self, count: int) -> None:
-        """The ``count`` sequences that ``model`` was called with are over; ``generate`` says so by itself."""
-        self._watch.next_sequences(count)
-
-    def approximated(self) -> NDArray[np.int64] | None:
-        """[B, 2] approximated and all expert calls in decode of each running sequence; None: all exact."""
-        return None if self._around.early is None else self._around.early.calls.copy()
-
-    def drop_cache(self) -> None:
-        """Ask the kernel to forget what it cached of the checkpoint's files."""
-        self._machinery.drop_cache()
-
-    def close(self, *, complete: bool = True) -> None:
-        """End the reading threads, close the files, finish the trace. Safe to call twice.
-
-        ``complete`` False: the run broke off, so a trace stays marked as unfinished.
-        """
-        self._closed = True
-        self._machinery.close()
-        recorder, self._executor.recorder = self._executor.recorder, None
-        if recorder is not None:
-            recorder.close() if complete else recorder.keep_partial()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise DaopError("this runtime is closed: load the model again")
-
-    def __enter__(self) -> Runtime:
-        self._check_open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(complete=error is None)
-
-    def _experts(
-        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """What transformers' experts modules call."""
-        if self._run is None:
-            raise AssertionError("the model is called before its device is set up")
-        self._check_open()
-        with self._layer:
-            return self._run(layer, hidden, ids, weights)
-
-    def _use(self, run: ExpertsFn) -> None:
-        self._run = run
-
-
-def _torch_dtype(name: str | None) -> torch.dtype | None:
-    if name is None:
-        return None
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in known:
-        raise DaopError(f"--dtype {name} is not known; known: {', '.join(known)}")
-    return known[name]
-
-
-def _tokenizer(path: Path) -> Any:
-    """The checkpoint's tokenizer, or None if it ships none."""
-    if not any(
-        os.path.exists(path / name) for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    ):
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # damaged files make it raise nearly anything
-        raise DaopError(
-            f"the tokenizer in {path} cannot be read ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:200]}): fetch its files again"
-        ) from error

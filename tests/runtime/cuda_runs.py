@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cuda_standin import StandIn
 
-from daop.api import Runtime, _policy
+from daop.api import Runtime
 from daop.runtime.checkpoint import open_checkpoint
 from daop.runtime.cuda.compute import DeviceBatch, DeviceExperts, Group, Sent
 from daop.runtime.cuda.device import find_problem, open_gpu, read_facts
@@ -18,7 +18,7 @@ from daop.runtime.cuda.machinery import CudaDevice, CudaMachinery
 from daop.runtime.cuda.slabs import DeviceSlab
 from daop.runtime.cuda.streams import Gpu, PinError
 from daop.runtime.machinery import Wishes
-from daop.runtime.policies.base import Policy
+from daop.runtime.policies.base import Policy, make_policy
 from daop.runtime.watching import Watcher
 
 NO_GPU = find_problem(read_facts())  # why nothing can run on CUDA here; '' if it can
@@ -42,7 +42,7 @@ def open_standin(
     checkpoint = open_checkpoint(model)
     asked = None if slots is None else slots * checkpoint.layouts[0].nbytes
     device = CudaDevice(checkpoint, Wishes(fast_memory=asked, context=64, dtype=dtype), gpu=gpu, ram=ram)
-    chosen = policy if isinstance(policy, Policy) else _policy(policy, None, None, checkpoint)
+    chosen = policy if isinstance(policy, Policy) else make_policy(policy)
     runtime = Runtime(
         checkpoint,
         device,
