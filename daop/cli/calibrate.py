@@ -13,6 +13,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from daop.cli import options
+from daop.cli.inputs import check_folder
 from daop.cli.output import Output, mended, write_whole
 from daop.core import DaopError
 
@@ -47,6 +48,7 @@ def calibrate(
     """Measure this machine. `daop run` finds what was measured with its model; `--hardware FILE` names it."""
     output = Output(json)
     _check(model, output_file)
+    check_folder("--folder", folder)
     from daop import calibration, machine
     from daop.formats import formats_of
     from daop.hardware import render

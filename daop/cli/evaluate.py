@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from daop.cli.bars import bars
+from daop.cli.inputs import check_file
 from daop.cli.output import Output
 from daop.cli.train import leaderboard
 
@@ -31,9 +32,10 @@ def evaluate(
     ] = None,
 ) -> None:
     """Score predictors on a trace they have not seen."""
+    out = Output(json)
+    check_file("--train-on", train_on)
     from daop.training.report import evaluate_saved
 
-    out = Output(json)
     document = evaluate_saved(
         predictors,
         trace,

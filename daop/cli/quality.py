@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 from typer import Option
 
+from daop.cli.inputs import check_file, check_folder
 from daop.cli.options import Tolerance
 from daop.cli.output import Output, mended
 from daop.config import DEFAULT_POLICY, RunConfig, fast_memory_bytes, policy_options
@@ -68,6 +69,9 @@ def quality(
     output = Output(json)
     if (text is None) == (prompts is None):
         raise DaopError("give either --text FILE or --prompts FILE: what is to be scored")
+    check_file("--text", text)
+    check_file("--prompts", prompts)
+    check_folder("--profile", profile)
     if text is not None and window < prefill + 2:
         raise DaopError(f"--window {window} leaves nothing to score after --prefill {prefill}")
     from daop import machine

@@ -10,6 +10,7 @@ from typer import Context, Option
 
 from daop import machine
 from daop.cli import options
+from daop.cli.inputs import check_folder, check_machines
 from daop.cli.output import Output, check_output, mended
 from daop.cli.pictures import RunPictures
 from daop.config import DEFAULT_POLICY, RunConfig, fast_memory_bytes, policy_options
@@ -59,6 +60,8 @@ def run(
 ) -> None:
     """Generate text with a model of yours."""
     output = Output(json)
+    check_folder("--profile", profile)
+    check_machines(hardware)
     check_output("--html", html, force)
     check_output("--timeline", timeline, force)
     check_output("--trace", trace, force)

@@ -9,6 +9,7 @@ import typer
 
 from daop.cli import options
 from daop.cli.bars import bars
+from daop.cli.inputs import check_folder
 from daop.cli.output import Output
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def capture(
         raise DaopError("--features needs --batch 1: the rows of several sequences cannot be told apart")
     if profile is not None and not distances:
         raise DaopError("--profile is for --distances: leave it out, or give both")
+    check_folder("--profile", profile)
     room = parse_size(feature_bytes, "--feature-bytes")
     asked = read_prompts(prompts, limit)
     config = RunConfig(
