@@ -184,7 +184,7 @@ def test_another_model_is_judged_with_candidate(model: Path, tmp_path: Path) -> 
     ("arguments", "said"),
     [
         ((), "either --text FILE or --prompts"),
-        (("--text", "none.txt"), "cannot read the text"),
+        (("--text", "none.txt"), "none.txt: there is no such file"),
         (("--text", "short.txt"), "fewer than one --window"),
         (("--text", "short.txt", "--window", 20, "--prefill", 19), "leaves nothing to score"),
         (("--text", "short.txt", "--policy", "magic"), "unknown policy"),
