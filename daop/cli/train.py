@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from daop.cli.inputs import check_folder
 from daop.cli.output import Output
 
 
@@ -35,7 +34,6 @@ def train(
     from daop.training.train import train as run
 
     out = Output(json)
-    check_folder("--update", update)
     options = Options(
         predictor=predictor, target=target, test_share=test_share, seed=seed, max_tokens=max_tokens
     )

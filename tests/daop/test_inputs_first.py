@@ -26,7 +26,6 @@ DEMO = str(Path(__file__).parents[2] / "daop" / "assets" / "demo")
         (["compare", "--model", DEMO, "--prompts", "nope"], "--prompts nope: there is no such file"),
         (["compare", "--trace", "nope"], "--trace nope: there is no such file"),
         (["calibrate", DEMO, "-o", "m.toml", "--folder", "nope"], "--folder nope: there is no such folder"),
-        (["train", "file", "-o", "out", "--update", "nope"], "--update nope: there is no such folder"),
         (["evaluate", "lru", "--trace", "file", "--train-on", "nope"], "--train-on nope: there is no such"),
         (
             ["trace", "capture", DEMO, "--prompts", "file", "-o", "t", "--distances", "--profile", "nope"],
