@@ -71,6 +71,8 @@ class ContextModel:
         """Out of a profile's ``arrays``; None if there is none."""
         if "context.table" not in arrays:
             return None
+        if not {f"context.{part}" for part in ("leads", "bias", "gain")} <= arrays.keys():
+            raise DaopError("the profile's context model is incomplete; fit it again")
         layers, experts = geometry.layers, max(geometry.experts)
         leads = tuple(int(n) for n in arrays["context.leads"])
         table = arrays["context.table"].astype(np.float32)

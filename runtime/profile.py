@@ -89,7 +89,10 @@ class Profile:
                 expert_bytes=(0,) * len(experts),
                 layer_to_model_layer=tuple(range(len(experts))),
             )
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (
+            *(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError),
+            SafetensorError,
+        ) as error:
             raise DaopError(f"{folder} is not a profile (--profile): {error}") from error
         geometry.check_same_shape(theirs, "the model", f"the profile {folder}")
         frequency, matrices = arrays.pop("frequency", None), arrays.pop("matrices", None)
@@ -97,5 +100,12 @@ class Profile:
             missing = array is None and name == "frequency"
             if missing or (array is not None and (array.ndim != ndim or array.shape[-1] != geometry.total)):
                 raise DaopError(f"{folder}: {name!r} does not have one figure for each expert; make it again")
+        for name, array in {"frequency": frequency, "matrices": matrices, **arrays}.items():
+            if array is not None and not (array.dtype.kind in "iu" or _is_finite(array)):
+                raise DaopError(f"{folder}: {name!r} does not hold finite numbers; make it again")
         learnt = {name.removeprefix("learnt."): array for name, array in arrays.items()}
         return cls(geometry=geometry, frequency=frequency, matrices=matrices, arrays=learnt or None)
+
+
+def _is_finite(array: NDArray[Any]) -> bool:
+    return array.dtype.kind == "f" and bool(np.isfinite(array).all())

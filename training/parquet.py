@@ -51,7 +51,7 @@ def _parse(metadata: dict[bytes, bytes] | None, name: str) -> tuple[str, Geometr
                 "update daop, or record again"
             )
         g = document["geometry"]
-        if sum(g["experts"]) > _MAX_TOTAL:
+        if sum(g["experts"]) > _MAX_TOTAL or max(g["experts"], default=0) >= ABSENT:
             raise DaopError(f"{name}: {sum(g['experts'])} experts in all is more than any model has")
         geometry = Geometry(
             experts=tuple(int(e) for e in g["experts"]),
@@ -61,7 +61,7 @@ def _parse(metadata: dict[bytes, bytes] | None, name: str) -> tuple[str, Geometr
             fingerprint=str(g["fingerprint"]),
         )
         return str(document["kind"]), geometry, dict(document["source"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise DaopError(
             f"{name}: its trace metadata is damaged ({error!r}); record or import it again"
         ) from error
@@ -84,8 +84,22 @@ def _values(
             if absent is None:
                 raise DaopError(f"column {name!r} has empty values")
             values = values.fill_null(pa.scalar(absent, values.type))
-        chunks.append(np.asarray(values.to_numpy(zero_copy_only=False), dtype=dtype).reshape(-1, *shape))
+        chunks.append(_cast(values.to_numpy(zero_copy_only=False), name, dtype).reshape(-1, *shape))
     return np.concatenate(chunks) if chunks else np.zeros((0, *shape), dtype=dtype)
+
+
+def _cast(found: NDArray[Any], name: str, dtype: Any) -> NDArray[Any]:
+    """As ``dtype``; whole numbers must be that, and fit."""
+    if np.issubdtype(dtype, np.integer) and found.dtype != dtype:
+        room = np.iinfo(dtype)
+        if found.dtype.kind not in "iu" or (
+            len(found) and not room.min <= found.min() <= found.max() <= room.max
+        ):
+            raise DaopError(
+                f"column {name!r} holds something else than whole numbers of {room.min} to {room.max}"
+            )
+    with np.errstate(over="ignore"):  # router weights beyond float16 are found by ``validate``
+        return np.asarray(found, dtype=dtype)
 
 
 class TraceFile:
@@ -108,7 +122,7 @@ class TraceFile:
         self.columns = list(self._files[0].schema_arrow.names)
         required = _REQUIRED if self.kind == "tokens" else ("sequence", "tokens", "counts")
         missing = [c for c in required if c not in self.columns]
-        if self.kind not in ("tokens", "counts") or missing:
+        if self.kind not in ("tokens", "counts") or missing or len(set(self.columns)) < len(self.columns):
             raise DaopError(f"{self.path}: kind {self.kind!r}, columns {self.columns}: not a whole trace")
 
     def _find(self) -> list[Path]:

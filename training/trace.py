@@ -143,7 +143,7 @@ class Trace:
         return self.take(np.flatnonzero(np.isin(self.sequence, np.asarray(sequences))))
 
     def validate(self, name: str) -> Trace:
-        """Raise DaopError if an id lies outside its layer, or a token chose an expert twice."""
+        """Raise DaopError if an id lies outside its layer, a token chose an expert twice, or the like."""
         limit = np.asarray(self.geometry.experts, dtype=np.uint16)[None, :, None]
         wrong = self.ids >= limit
         if wrong.any():
@@ -160,6 +160,10 @@ class Trace:
             raise DaopError(
                 f"{name}: row {row}, layer {layer} chose {self.ids[row, layer].tolist()}, the same expert "
                 "twice; a router never does, so the trace is damaged or was converted wrongly"
+            )
+        if (self.phase >= len(PHASES)).any():
+            raise DaopError(
+                f"{name}: a token is of phase {self.phase.max()}, but there are prefill (0) and decode (1)"
             )
         for weights in (self.weights, self.forecast_weights):
             if weights is not None and not np.isfinite(weights).all():

@@ -207,6 +207,8 @@ def _rewrite(path: Path, **change: Any) -> None:
         ({"kind": "maps"}, "not a whole trace"),
         ({"experts": "many"}, "damaged"),
         ({"experts": [1 << 40, 8]}, "more than any model"),
+        ({"experts": [70_000, 8]}, "more than any model"),
+        ({"top_k": 1e400}, "damaged"),
         ({"top_k": 0}, "top_k is 0"),
     ],
 )
@@ -215,6 +217,40 @@ def test_damaged_metadata_is_named(tmp_path: Path, change: dict[str, Any], messa
     write_trace(random_trace((8, 8), 2, [20]), path)
     _rewrite(path, **change)
     with pytest.raises(DaopError, match=message):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("ids", np.tile(np.arange(65536, 65538), 20 * 2)),  # would wrap around to experts 0 and 1
+        ("ids", np.full(80, -1)),
+        ("ids", np.full(80, 0.5)),
+        ("phase", np.full(20, 2)),
+        ("phase", np.full(20, -1)),
+        ("phase", np.full(20, 256)),
+        ("sequence", np.full(20, 1 << 40)),
+        ("position", np.full(20, np.nan)),
+    ],
+)
+def test_columns_that_do_not_hold_what_they_should(tmp_path: Path, name: str, values: Any) -> None:
+    path = tmp_path / "t.parquet"
+    write_trace(random_trace((8, 8), 2, [20]), path)
+    table = pq.read_table(path)
+    column = pa.array(values)
+    if name == "ids":
+        column = pa.FixedSizeListArray.from_arrays(column, 4)
+    pq.write_table(table.set_column(table.schema.names.index(name), name, column), path)
+    with pytest.raises(DaopError, match=str(path)):
+        read_trace(path)
+
+
+def test_a_column_that_is_there_twice(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    write_trace(random_trace((8, 8), 2, [20]), path)
+    table = pq.read_table(path)
+    pq.write_table(table.append_column("ids", table.column("ids")), path)
+    with pytest.raises(DaopError, match="not a whole trace"):
         read_trace(path)
 
 
