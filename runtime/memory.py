@@ -189,48 +189,33 @@ def divide(
 
     Raises DaopError if what is asked does not fit into ``limit``, or if the rest alone does not.
     """
-    if fast_memory is not None and ecr is not None:
-        raise DaopError(
-            "give either --fast-memory or --ecr, not both: each sets how many experts are resident"
-        )
-    if fast_memory is not None and fast_memory < 0:
-        raise DaopError(f"--fast-memory is {fast_memory}, but must not be negative")
-    if ecr is not None and not 0 <= ecr <= 1:
-        raise DaopError(f"--ecr is {ecr}, but must lie between 0 (no expert resident) and 1 (all of them)")
+    _check_asked(fast_memory, ecr)
     headroom = default_headroom(limit) if headroom is None else headroom
     left = limit - non_experts - kv_cache - workspace - headroom
-    parts = (
+    beside = (
         f"non-experts {format_size(non_experts)}, KV cache {format_size(kv_cache)}, "
         f"workspace {format_size(workspace)} and headroom {format_size(headroom)}"
     )
     if left < 0:
         raise DaopError(
-            f"the model does not fit even without a resident expert: {parts} need "
+            f"the model does not fit even without a resident expert: {beside} need "
             f"{format_size(limit - left)}, but {format_size(limit)} may be used ({limit_source}). "
             "Lower --context or the batch, free memory, or raise the limit"
         )
-    whole = sum(kind.experts * kind.slot_bytes for kind in classes)
-    if ecr is not None:
-        slots = slots_for_share(classes, ecr)
-        how = f"--ecr {ecr:g}"
-    else:
-        asked = left if fast_memory is None else fast_memory
-        slots = slots_for_bytes(classes, asked)
-        how = "auto" if fast_memory is None else f"--fast-memory {format_size(fast_memory)}"
-        if asked >= whole:
-            how += f", of which all experts take {format_size(whole)}"
+    slots, how = _slots(classes, left, fast_memory, ecr)
     used = sum(count * kind.slot_bytes for count, kind in zip(slots, classes, strict=True))
     total = sum(kind.experts for kind in classes)
     if used > left:
+        share = left / sum(kind.experts * kind.slot_bytes for kind in classes)
         raise DaopError(
             f"{how} asks for {format_size(used)} of experts, but of the {format_size(limit)} that may be "
-            f"used ({limit_source}) only {format_size(left)} are left beside {parts}. Lower it to at most "
-            f"--fast-memory {left // MIB}MiB (--ecr {int(left / whole * 1000) / 1000:g}), or leave it out "
+            f"used ({limit_source}) only {format_size(left)} are left beside {beside}. Lower it to at most "
+            f"--fast-memory {left // MIB}MiB (--ecr {int(share * 1000) / 1000:g}), or leave it out "
             "to have it chosen"
         )
     reason = (
         f"{how}: {sum(slots)} of {total} experts ({format_size(used)}) have a slot; {format_size(limit)} "
-        f"may be used ({limit_source}), of which {parts} are kept for the rest"
+        f"may be used ({limit_source}), of which {beside} are kept for the rest"
     )
     return MemoryPlan(
         slots=slots,
@@ -244,6 +229,31 @@ def divide(
         ecr=sum(slots) / total,
         reason=reason,
     )
+
+
+def _check_asked(fast_memory: int | None, ecr: float | None) -> None:
+    if fast_memory is not None and ecr is not None:
+        raise DaopError(
+            "give either --fast-memory or --ecr, not both: each sets how many experts are resident"
+        )
+    if fast_memory is not None and fast_memory < 0:
+        raise DaopError(f"--fast-memory is {fast_memory}, but must not be negative")
+    if ecr is not None and not 0 <= ecr <= 1:
+        raise DaopError(f"--ecr is {ecr}, but must lie between 0 (no expert resident) and 1 (all of them)")
+
+
+def _slots(
+    classes: Sequence[SlotClass], left: int, fast_memory: int | None, ecr: float | None
+) -> tuple[tuple[int, ...], str]:
+    """Slots of each class as asked, or as many as fit into ``left``; and how they were chosen."""
+    if ecr is not None:
+        return slots_for_share(classes, ecr), f"--ecr {ecr:g}"
+    asked = left if fast_memory is None else fast_memory
+    how = "auto" if fast_memory is None else f"--fast-memory {format_size(fast_memory)}"
+    whole = sum(kind.experts * kind.slot_bytes for kind in classes)
+    if asked >= whole:
+        how += f", of which all experts take {format_size(whole)}"
+    return slots_for_bytes(classes, asked), how
 
 
 def slots_for_share(classes: Sequence[SlotClass], share: float) -> tuple[int, ...]:

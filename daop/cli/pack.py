@@ -115,10 +115,11 @@ def _quality(model: str, folder: Path, text: Path, out: Output) -> Quality:
     from daop import machine
     from daop.cli import quality
     from daop.config import RunConfig
+    from daop.policy_quality import REFERENCE
 
-    exact = RunConfig(model=model, policy=quality.REFERENCE).resolved(machine.read_cpu())
+    exact = RunConfig(model=model, policy=REFERENCE).resolved(machine.read_cpu())
     judged = dataclasses.replace(exact, model=str(folder))
-    return quality._measure(out, exact, judged, text, None, (160, 32, 2, 16, 1))
+    return quality.judge(out, exact, judged, quality.Material(text=text, limit=16))
 
 
 def card(source: Checkpoint, made: Pack, packed: Checkpoint, quality: Quality | None) -> str:

@@ -5,80 +5,94 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.table import Table
 from typer import Option
 
+from daop.cli import options
 from daop.cli.inputs import check_file, check_folder
-from daop.cli.options import Tolerance
 from daop.cli.output import Output, mended
 from daop.config import DEFAULT_POLICY, RunConfig, fast_memory_bytes, policy_options
 from daop.core import DaopError
-from daop.policy_quality import REFERENCE as REFERENCE  # daop pack judges against it too
+from daop.policy_quality import REFERENCE
 
 if TYPE_CHECKING:
     from daop.api import Runtime
     from daop.quality import Batch, Quality, Spool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Material:
+    """What is scored: windows of a ``text``, or the exact run's answers to ``prompts``."""
+
+    text: Path | None = None
+    prompts: Path | None = None
+    window: int = 160
+    prefill: int = 32
+    max_new_tokens: int = 128
+    limit: int | None = None
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.prompts is None):
+            raise DaopError("give either --text FILE or --prompts FILE: what is to be scored")
+        if self.text is not None and self.window < self.prefill + 2:
+            raise DaopError(f"--window {self.window} leaves nothing to score after --prefill {self.prefill}")
+
+
 def quality(
-    model: Annotated[str, typer.Argument(help="A folder of safetensors, or a hub id (owner/name).")],
+    model: options.Model,
     text: Annotated[
         Path | None, Option(metavar="FILE", help="A text; it is cut into windows that are scored.")
     ] = None,
     prompts: Annotated[
         Path | None, Option(metavar="FILE", help="Prompts; the exact run's own answers are scored.")
     ] = None,
-    policy: Annotated[str, Option(help="The policy whose output is judged.")] = DEFAULT_POLICY,
-    policy_option: Annotated[
-        list[str] | None, Option(metavar="NAME=VALUE", help="An option of the policy.")
-    ] = None,
-    tolerance: Tolerance = None,
+    policy: options.Policy = DEFAULT_POLICY,
+    policy_option: options.PolicyOption = None,
+    tolerance: options.Tolerance = None,
     candidate: Annotated[
         str | None,
         Option(metavar="MODEL", help="Judge this version of the model instead, a packed one, say."),
     ] = None,
-    ecr: Annotated[float | None, Option(help="Share of the experts that is resident, 0 to 1.")] = None,
-    fast_memory: Annotated[
-        str | None, Option(metavar="SIZE", help="Their memory instead, like 2GiB.")
-    ] = None,
-    profile: Annotated[
-        Path | None, Option(metavar="DIR", help="What training learnt from other traffic.")
-    ] = None,
+    ecr: options.Ecr = None,
+    fast_memory: options.FastMemory = None,
+    profile: options.ProfileFolder = None,
     window: Annotated[int, Option(min=3, help="With --text: tokens of a window.")] = 160,
     prefill: Annotated[
         int, Option(min=1, help="With --text: tokens of it that are prefill, not scored.")
     ] = 32,
     max_new_tokens: Annotated[int, Option(min=2, help="With --prompts: tokens of each answer.")] = 128,
     limit: Annotated[int | None, Option(min=1, help="Use so many windows or prompts.")] = None,
-    device: Annotated[str, Option(help="Where experts are computed in both runs: host or cuda.")] = "host",
+    device: options.Device = "host",
     batch: Annotated[int, Option(min=1, help="With --text: windows side by side.")] = 1,
-    dtype: Annotated[
-        str | None, Option(help="Numbers outside the experts: bfloat16, float16 or float32.")
-    ] = None,
-    threads: Annotated[int | None, Option(min=1, help="Threads that compute (default: one a core).")] = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
     seed: Annotated[int, Option(min=0, help="Seed of the intervals' resampling.")] = 0,
-    json: Annotated[
-        str | None, Option(metavar="FILE", help="Write every figure as JSON; - for standard output.")
-    ] = None,
+    json: options.Json = None,
 ) -> None:
     """Perplexity, KL divergence and changed tokens against the exact run, fed the same text."""
     output = Output(json)
-    if (text is None) == (prompts is None):
-        raise DaopError("give either --text FILE or --prompts FILE: what is to be scored")
+    material = Material(
+        text=text,
+        prompts=prompts,
+        window=window,
+        prefill=prefill,
+        max_new_tokens=max_new_tokens,
+        limit=limit,
+        batch=batch,
+    )
     check_file("--text", text)
     check_file("--prompts", prompts)
     check_folder("--profile", profile)
-    if text is not None and window < prefill + 2:
-        raise DaopError(f"--window {window} leaves nothing to score after --prefill {prefill}")
     from daop import machine
     from daop.runtime.policies.base import make_policy
 
-    options = policy_options(policy_option or [], tolerance)
-    exactly = make_policy(policy, options=options).exact  # what it refuses is said before a model is loaded
+    chosen = policy_options(policy_option or [], tolerance)
+    exactly = make_policy(policy, options=chosen).exact  # what it refuses is said before a model is loaded
     exact = RunConfig(
         model=model,
         device=device,
@@ -94,13 +108,11 @@ def quality(
         exact,
         model=candidate or model,
         policy=policy,
-        policy_options=options,
+        policy_options=chosen,
         profile=None if profile is None else str(profile),
     )
     with mended():
-        found = _measure(
-            output, exact, judged, text, prompts, (window, prefill, max_new_tokens, limit, batch)
-        )
+        found = judge(output, exact, judged, material)
     output.table(quality_table({policy: found}))
     output.json(
         {
@@ -108,7 +120,7 @@ def quality(
             "candidate": judged.model,
             "policy": policy,
             "device": device,
-            "policy_options": dict(options),
+            "policy_options": chosen,
             "exact": exactly,
             "ecr": ecr,
             **found.as_dict(),
@@ -116,44 +128,29 @@ def quality(
     )
 
 
-def _measure(
-    output: Output,
-    exact: RunConfig,
-    judged: RunConfig,
-    text: Path | None,
-    prompts: Path | None,
-    sizes: tuple[int, int, int, int | None, int],
-) -> Quality:
+def judge(output: Output, exact: RunConfig, judged: RunConfig, material: Material) -> Quality:
     """The reference first, its logits on disk; then the judged run."""
     from daop.cli.run import load
     from daop.quality import Spool, measure, teacher
 
     with tempfile.TemporaryDirectory(prefix="daop-quality-") as folder:
         spool = Spool(Path(folder))
-        batches = _refer(output, exact, spool, text, prompts, sizes)  # its model is gone when it returns
+        batches = _refer(output, exact, spool, material)  # its model is gone when it returns
         with load(judged, output) as runtime:
             return measure(spool, teacher(runtime), batches, seed=exact.seed)
 
 
-def _refer(
-    output: Output,
-    exact: RunConfig,
-    spool: Spool,
-    text: Path | None,
-    prompts: Path | None,
-    sizes: tuple[int, int, int, int | None, int],
-) -> list[Batch]:
+def _refer(output: Output, exact: RunConfig, spool: Spool, material: Material) -> list[Batch]:
     """The exact run, its logits kept in ``spool``; what is to be fed to the judged one."""
     from daop.cli.run import load
     from daop.quality import answered, teacher
 
-    window, prefill, max_new_tokens, limit, side = sizes
     with load(exact, output) as runtime:
-        if text is not None:
-            batches = _windows(runtime, text, window, prefill, side, limit)
+        if material.text is not None:
+            batches = _windows(runtime, material.text, material)
         else:
-            assert prompts is not None
-            batches = answered(runtime, prompts, max_new_tokens, limit)
+            assert material.prompts is not None
+            batches = answered(runtime, material.prompts, material.max_new_tokens, material.limit)
         score = teacher(runtime)
         with output.progress() as told:
             for number, one in enumerate(batches):
@@ -162,9 +159,7 @@ def _refer(
     return batches
 
 
-def _windows(
-    runtime: Runtime, path: Path, window: int, prefill: int, side: int, limit: int | None
-) -> list[Batch]:
+def _windows(runtime: Runtime, path: Path, material: Material) -> list[Batch]:
     from daop.quality import windows
 
     try:
@@ -174,10 +169,13 @@ def _windows(
     if runtime.tokenizer is None:
         raise DaopError("this model has no tokenizer, so it cannot be given text: add its tokenizer.json")
     tokens = runtime.tokenizer(text, verbose=False)["input_ids"]  # longer than any context, but it is cut
-    found = windows(tokens, length=window, prompt=prefill, batch=side, limit=limit)
+    found = windows(
+        tokens, length=material.window, prompt=material.prefill, batch=material.batch, limit=material.limit
+    )
     if not found:
         raise DaopError(
-            f"{path} has {len(tokens)} tokens, fewer than one --window of {window}: give a longer text"
+            f"{path} has {len(tokens)} tokens, fewer than one --window of {material.window}: "
+            "give a longer text"
         )
     return found
 
