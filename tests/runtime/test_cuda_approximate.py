@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from cuda_runs import DEVICES, machinery, open_device, open_standin, standin
+from early_runs import APPROXIMATE, LAYERS, OPTIONS, PROMPT, Everything, K, profile, rows
 from test_cuda_faults import exhaust, experts
-from test_early import APPROXIMATE, LAYERS, OPTIONS, PROMPT, Everything, K, profile, rows
 from tiny_models import save_tiny
 
 from daop.api import Runtime, load

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import cast
@@ -21,10 +20,8 @@ from hypothesis import strategies as st
 
 from daop.core import DaopError, Geometry
 from daop.runtime.checkpoint import ByteRange, Checkpoint
-from daop.runtime.cuda.arenas import HostWeights, choose_for_ram, pack
-from daop.runtime.cuda.compute import make_group, make_windows
+from daop.runtime.cuda.arenas import HostWeights
 from daop.runtime.cuda.launches import from_staging
-from daop.runtime.cuda.mailbox import BLOCK, Inbox, Outbox
 from daop.runtime.cuda.slabs import DeviceMemory
 from daop.runtime.cuda.streams import Gpu, PinError
 from daop.runtime.cuda.transfers import LinkTransfers
@@ -325,128 +322,3 @@ def test_a_ring_that_cannot_be_locked_is_an_error(files: Files) -> None:
         transfers(files, Mean(pin_limit=0)),
     ):
         pass
-
-
-# -- where things lie ------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(1, 400), max_size=60), st.integers(1, 1000))
-def test_experts_never_cross_an_arenas_border(sizes: list[int], arena_bytes: int) -> None:
-    places, arenas = pack(sizes, arena_bytes)
-    spans = sorted(
-        (place.arena, place.offset, place.offset + size) for place, size in zip(places, sizes, strict=True)
-    )
-    for (arena, _, end), (other, begin, _) in pairwise(spans):
-        assert arena != other or end == begin, "one behind the other, without gaps"
-    for arena, _, end in spans:
-        assert end <= arenas[arena]
-    assert sum(arenas) == sum(sizes)
-    assert all(size <= max(arena_bytes, max(sizes)) for size in arenas)
-
-
-def test_locked_memory_exceeds_the_weights_by_less_than_two_percent() -> None:
-    layout = ExpertLayout.pack([(role, (768, 2048), "BF16") for role in ("gate", "up", "down")])
-    sizes = [layout.nbytes] * 6144
-    _, arenas = pack(sizes)
-    locked = sum(-(-arena // 4096) * 4096 for arena in arenas)
-    assert len(arenas) == 14
-    assert locked <= 1.02 * 6144 * layout.stored_bytes
-
-
-@given(st.integers(1, 4), st.integers(2, 7), st.integers(0, 30))
-def test_what_is_kept_in_ram_is_shared_by_the_layers(layers: int, experts: int, room: int) -> None:
-    geometry = Geometry.uniform(layers, experts, 1, 10)
-    chosen = choose_for_ram(geometry, [10] * layers, room * 10 + 9)
-    assert len(chosen) == min(room, geometry.total)
-    held = [sum(int(geometry.layer_of[flat]) == layer for flat in chosen) for layer in range(layers)]
-    assert max(held) - min(held) <= 1
-
-
-@given(
-    st.dictionaries(st.integers(0, 400), st.integers(1, 5), min_size=1, max_size=12),
-    st.integers(1, 300),
-    st.integers(1, 100),
-)
-def test_windows_cover_every_row_once(rows_of: dict[int, int], window: int, gap: int) -> None:
-    slots = sorted(rows_of)
-    rows = [rows_of[number] for number in slots]
-    found = []
-    at = 0
-    for one in make_windows(slots, rows, window, gap):
-        assert one.begin == at
-        assert one.count <= window
-        assert len(one.ends) == one.count
-        begin = 0
-        for place, end in enumerate(one.ends.tolist()):
-            found += [one.first + place] * (end - begin)
-            begin = end
-        at = one.end
-        assert at == one.begin + begin
-    assert found == [number for number, count in zip(slots, rows, strict=True) for _ in range(count)]
-
-
-def test_a_group_is_in_the_order_of_slots() -> None:
-    pairs = [np.array([4, 6]), np.array([1]), np.array([0, 2, 9])]
-    group = make_group([7, 30, 2], pairs)
-    assert group.slots == [2, 7, 30]
-    assert group.pairs.tolist() == [0, 2, 9, 4, 6, 1]
-    assert group.arrays()[1].tolist() == [2, 2, 2, 7, 7, 30]
-
-
-def test_parts_are_seen_over_all_slots() -> None:
-    memory = DeviceMemory(StandIn(), (LAYOUT,), [5], 1)
-    slab = memory.slabs[0]
-    slab.tensor.random_(0, 100)
-    for part in LAYOUT.parts:
-        whole = slab.part(part)
-        for number in range(5):
-            assert torch.equal(whole[number], LAYOUT.views(slab.tensor[number])[part.role])
-            assert whole[number].data_ptr() == slab.address(number) + part.offset
-    with pytest.raises(IndexError):
-        slab.address(5)
-
-
-# -- small transfers -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=30, deadline=None)
-@given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=6), seed=st.integers(0, 100))
-def test_what_is_sent_and_brought_is_the_same(device: str, sizes: list[int], seed: int) -> None:
-    gpu = open_gpu_of(device, Random(seed))
-    outbox, inbox = Outbox(gpu), Inbox(gpu)
-    random = np.random.default_rng(seed)
-    for _ in range(3):
-        arrays = [random.integers(0, 99, size) for size in sizes]
-        sent = inbox.send(arrays)
-        more = inbox.send(arrays[:1])
-        back = outbox.bring([*sent, *more])
-        for array, tensor in zip([*arrays, arrays[0]], back, strict=True):
-            assert array.tolist() == tensor.tolist()
-        inbox.reset()
-    check_faults(gpu)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_large_tensors_travel_in_pieces(device: str) -> None:
-    gpu = open_gpu_of(device, Random(0))
-    tensor = torch.randn(2 * BLOCK // 4 // 1024 + 7, 1024)
-    outbox, inbox = Outbox(gpu), Inbox(gpu)
-    there = inbox.send_large(tensor)
-    assert there.device == gpu.device
-    assert torch.equal(there.cpu(), tensor)
-    assert torch.equal(outbox.bring_large(there), tensor)
-    assert all(buffer.numel() <= BLOCK for buffer in inbox._host)
-    assert outbox._host.numel() <= BLOCK
-    check_faults(gpu)
-
-
-def test_reusing_a_pinned_buffer_too_early_shows() -> None:
-    """The stand-in's own eye: without it the tests above would prove nothing."""
-    gpu = StandIn(None)
-    inbox = Inbox(gpu)
-    inbox.send([np.arange(5)])
-    inbox.reset()
-    inbox.send([np.arange(5) + 1])
-    gpu.synchronize()
-    assert gpu.faults

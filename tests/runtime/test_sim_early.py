@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_early import LAYERS, profile, rows
+from early_runs import LAYERS, profile, rows
 from test_simulator import MACHINE, SMALL, small
 from tiny_models import save_tiny
 
