@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from written_checkpoints import Tensors
 
 from daop.core import DaopError
 from daop.runtime import native_library
@@ -45,3 +48,24 @@ def kernels(library: Path, request: pytest.FixtureRequest) -> Kernels:
     if request.param not in Kernels(library).variants:
         pytest.skip(f"this CPU has no {request.param}")
     return Kernels(library, request.param)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model as transformers stores it; to be left as it is."""
+    from tiny_models import save_tiny  # loads transformers, which most modules do without
+
+    return save_tiny("qwen3_moe", tmp_path_factory.mktemp("original"), dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def tensors(original: Path) -> Tensors:
+    """What is stored in ``original``."""
+    stored: Tensors = load_file(original / "model.safetensors")
+    return stored
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A copy of ``original`` to be damaged."""
+    return Path(shutil.copytree(original, tmp_path / "model"))
