@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from daop.core import Forecast, Phase, Step
+from daop.core import Forecast, Step
 from daop.runtime.batch import group
 from daop.runtime.checkpoint import Checkpoint
 from daop.runtime.conductor import Conductor, Work
@@ -28,18 +28,19 @@ from daop.runtime.recording import Recorder
 from daop.runtime.watching import Busy
 
 from .arenas import HostWeights
-from .compute import WINDOW, DeviceBatch, DeviceExperts, Group, Sent, make_group
+from .calm import CalmLayers
+from .compute import DeviceBatch, DeviceExperts, Group, Sent, make_group
 from .cores import CoreBinding
 from .host_share import HostShare, Seen
 from .launches import Launch, from_slots, from_staging
 from .mailbox import Inbox, Outbox
 from .slabs import DeviceMemory
 from .spans import DeviceSpans
-from .streams import Gpu, Mark
+from .streams import Gpu
 from .transfers import LinkTransfers
+from .waits import Waits
 
 BESIDE_BYTES = 1 << 20  # hidden states of so many bytes come along with the router's choice
-UNSEEN = 4096  # layers of which the host has not counted the requests, at most
 
 
 class CudaExecutor(Executor):
@@ -75,17 +76,13 @@ class CudaExecutor(Executor):
         self._shrink = shrink
         self._outbox = Outbox(gpu)
         self._inbox = Inbox(gpu)
-        self._waits: list[tuple[str, Mark, Mark]] = []  # what the device waited for, not yet read off
-        self._counts: list[tuple[Phase, int, torch.Tensor]] = []  # choices that the host has not seen: [E]
-        self._calm = False  # every expert is resident
+        self._waits = Waits(gpu, conductor)
+        self._calm = CalmLayers(device_compute, memory, conductor, self._outbox)
         self._spans = DeviceSpans(gpu, conductor.span, lambda: transfers.now) if conductor.watchers else None
         if self._spans is not None:
             transfers.watch(self._spans)
         # The host looks at every choice, even where all experts are resident: there is somebody to be told.
         self.watchful = self._spans is not None
-        self._can_be_calm = all(compute.groups_from > 0 for compute in device_compute) and (
-            max(checkpoint.geometry.experts) <= WINDOW
-        )
 
     def close(self) -> None:
         """End the thread that computes early calls."""
@@ -119,11 +116,7 @@ class CudaExecutor(Executor):
             self._transfers.join(self._transfers.ticket(flat))
             self.conductor.arrived(flat)
         self._gpu.synchronize()
-        self._look_whether_calm()
-
-    def _look_whether_calm(self) -> None:
-        residency = self.conductor.residency
-        self._calm = self._can_be_calm and bool(residency.resident.all())
+        self._calm.look()
 
     @torch.inference_mode()
     def __call__(
@@ -133,58 +126,32 @@ class CudaExecutor(Executor):
         while True:
             try:
                 if (
-                    self._calm
+                    self._calm.on
                     and not self.watchful
                     and not self._host.owes
                     and self.recorder is None
                     and hidden.dtype == torch.bfloat16
                 ):
-                    return self._run_calmly(layer, hidden, ids, weights)
+                    return self._calm.run(self._phase, layer, hidden, ids, weights)
                 return self._run_layer(layer, hidden, ids, weights)
             except torch.OutOfMemoryError:
-                self._calm = False
+                self._calm.on = False
             self.shrink()
 
     def shrink(self) -> None:
         """Give up a part of the slots; raises DaopError if there is none left."""
-        self._counts.clear()
+        self._calm.forget()
         self._waits.clear()
         self._shrink()
-        self._look_whether_calm()
-
-    # -- everything is resident --------------------------------------------------------------------
-
-    def _run_calmly(
-        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        compute = self._device[layer]
-        slab = self._memory.slabs[self._memory.class_of_layer[layer]]
-        batch = compute.begin(hidden, weights)
-        first = self.conductor.residency.slot_of[self._offsets[layer]]
-        counts = compute.run_all(batch, slab, first, self.checkpoint.geometry.experts[layer], ids)
-        self._counts.append((self._phase, layer, counts))
-        if len(self._counts) >= UNSEEN:
-            self._settle_counts()
-        return compute.finish(batch)
+        self._calm.look()
 
     @torch.inference_mode()
     def settle(self) -> None:
         self._gpu.synchronize()
-        self._settle_counts()
-        self._read_off_waits()
+        self._calm.settle()
+        self._waits.read_off()
         if self._spans is not None:
             self._spans.tell(wait=True)
-
-    def _settle_counts(self) -> None:
-        """Count the requests that the host did not see when they were served."""
-        if not self._counts:
-            return
-        counts, self._counts = self._counts, []
-        (seen,) = self._outbox.bring([torch.cat([chosen for *_, chosen in counts])])
-        for (phase, layer, _), chosen in zip(
-            counts, torch.split(seen, [len(chosen) for *_, chosen in counts]), strict=True
-        ):
-            self.conductor.statistics.count(phase, layer, int((chosen > 0).sum()), 0, 0)
 
     # -- the usual way -----------------------------------------------------------------------------
 
@@ -210,7 +177,7 @@ class CudaExecutor(Executor):
                 self.conductor.span(
                     Busy("predictor", "look ahead", planned - origin, ready - origin, (), layer)
                 )
-            stall = self._read_off_waits()
+            stall = self._waits.read_off()
             out, computed = self._run(step, work, seen, hidden, weights)
         except BaseException:
             self._abort(step)
@@ -218,8 +185,8 @@ class CudaExecutor(Executor):
         ended = clock()
         statistics.compute_seconds += computed
         self.conductor.finish(step, work, stall, computed)
-        if not self._calm and self.conductor.residency.used_slots == self.checkpoint.geometry.total:
-            self._look_whether_calm()
+        if not self._calm.on and self.conductor.residency.used_slots == self.checkpoint.geometry.total:
+            self._calm.look()
         statistics.policy_seconds += clock() - ended
         return out
 
@@ -282,7 +249,7 @@ class CudaExecutor(Executor):
             if here and seen.hidden is None:
                 seen.hidden = self._outbox.bring_large(hidden)
             beside = self._inbox.send_large(self._host.total(share, seen, len(hidden)))
-            self._waits.append(("host", ready, self._gpu.mark_compute(timed=True)))
+            self._waits.add("host", ready)
         for item in slow:
             self._launch(step, compute, on_device, *item)
         return compute.finish(on_device, beside), time.perf_counter() - began
@@ -305,7 +272,7 @@ class CudaExecutor(Executor):
                 self._transfers.join(ticket)
                 if ticket.slotted:
                     self.conductor.arrived(ticket.flat)
-            self._waits.append((launch.cause, before, self._gpu.mark_compute(timed=True)))
+            self._waits.add(launch.cause, before)
         spans = self._spans
         begun = None if spans is None else spans.begin(self._gpu.mark_compute(timed=True))
         compute.run(batch, slab, what, sent)
@@ -326,16 +293,6 @@ class CudaExecutor(Executor):
             out.append(Sent(pairs, slots, ends))
             at += len(some)
         return out
-
-    def _read_off_waits(self) -> float:
-        """Book the times that the device waited, of layers that have ended; returns their sum, seconds."""
-        total = 0.0
-        for cause, first, last in self._waits:
-            waited = self._gpu.seconds(first, last)
-            self.conductor.statistics.stall_seconds[cause] += waited
-            total += waited
-        self._waits.clear()
-        return total
 
     def _abort(self, step: Step) -> None:
         """A run broke off: let every copy end before its slot can be used for something else."""

@@ -76,7 +76,7 @@ def test_grouped_products_in_bf16(family: str, slots: int | None, device: str, t
             assert compute.groups_from > 0, "this layout can be grouped"
             compute.groups_from = 1
         ours = [logits(runtime.model) for _ in range(3)]
-        calm = machinery(runtime).executor._calm
+        calm = machinery(runtime).executor._calm.on
         requests = runtime.statistics()["requests"]
     assert calm == (slots is None)
     assert sum(requests.values()) > 0
@@ -94,8 +94,8 @@ def test_what_the_host_does_not_see_is_counted_all_the_same(tmp_path: Path) -> N
             executor = machinery(runtime).executor
             for compute in machinery(runtime).compute:
                 compute.groups_from = 1
-            assert executor._calm
-            executor._calm = executor._can_be_calm = calm
+            assert executor._calm.on
+            executor._calm.on = executor._calm._possible = calm
             runtime.reset_statistics()
             tokens = [answer.token_ids for answer in runtime.generate([[5, 6, 7], [8, 9, 10]], 5)]
             figures = runtime.statistics()
@@ -113,7 +113,7 @@ def test_padding_is_nobodys(tmp_path: Path) -> None:
     for slots in (None, 4):
         with open_device("standin", tmp_path, standin(0), "static", slots) as runtime:
             executor = machinery(runtime).executor
-            assert executor._calm == (slots is None)
+            assert executor._calm.on == (slots is None)
             out = executor(1, hidden, ids, weights)
             wanted = executor(1, hidden, ids.clamp(0, tiny_models.E - 1), kept)
         torch.testing.assert_close(out, wanted, rtol=0.02, atol=0.02)
