@@ -44,3 +44,9 @@ def replay(
     costs = HardwareCosts(load("rtx4090").hardware, GEOMETRY, weight_bits=4.25)
     forecaster = OnlineForecaster(GEOMETRY, known) if policy.horizon else None
     return Simulator(policy, GEOMETRY, costs, slots, forecaster).run(traffic, batch)
+
+
+@cache
+def replayed(name: str, slots: int) -> Run:
+    """``replay`` of the excerpt, once for all tests that look at the same run."""
+    return replay(name, slots)

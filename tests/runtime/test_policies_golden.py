@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import pytest
-from excerpt import excerpt, replay
+from excerpt import excerpt, replayed
 
 from daop.runtime.policies.base import POLICIES
 
@@ -40,7 +40,7 @@ def test_every_policy_has_golden_counts() -> None:
 @pytest.mark.parametrize("name", sorted(GOLDEN))
 def test_counts_on_the_recorded_trace(name: str) -> None:
     for slots, golden in zip((96, 192, 384), GOLDEN[name], strict=True):
-        found = replay(name, slots).statistics
+        found = replayed(name, slots).statistics
         counts = tuple(int(kind.sum()) for kind in (found.hits, found.misses, found.lates))
         assert sum(counts) == excerpt().ids.size
         if name in FORECASTING:
@@ -51,6 +51,6 @@ def test_counts_on_the_recorded_trace(name: str) -> None:
 
 def test_the_bound_is_a_bound() -> None:
     """No policy that could exist is faster than the one that knows the future."""
-    bound = replay("optimum", 192).tokens_per_second
+    bound = replayed("optimum", 192).tokens_per_second
     for name in ("adaptive", "hybrid_score", "lru_idle", "balanced", "static_frequency"):
-        assert replay(name, 192).tokens_per_second < bound, name
+        assert replayed(name, 192).tokens_per_second < bound, name
