@@ -15,6 +15,7 @@ from daop.report.ranking import (
     LEGEND,
     QUALITY_LEGEND,
     as_csv,
+    beyond_optimum,
     footnotes,
     formats_table,
     quality_table,
@@ -55,7 +56,7 @@ def show(output: Output, document: dict[str, Any]) -> None:
     output.say(LEGEND, style="dim")
     if len(formats) > 1:
         output.table(formats_table(rows))
-    for line in footnotes(document.get("format_costs", [])):
+    for line in (*footnotes(document.get("format_costs", [])), *beyond_optimum(rows)):
         output.say(line, style="dim")
     approximate = quality_table(rows)
     if approximate is not None:

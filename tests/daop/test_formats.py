@@ -16,7 +16,7 @@ from daop import comparison
 from daop.core import DaopError, Geometry
 from daop.formats import InFormat, formats_of, in_format, in_formats, machine_for, share_that_fits
 from daop.hardware import HardwareProfile, load, parse, render
-from daop.report.ranking import best_by_format, footnotes
+from daop.report.ranking import best_by_format, beyond_optimum, footnotes
 from daop.runtime.costs import HardwareCosts
 from daop.runtime.format_costs import Curve
 from daop.runtime.format_names import BITS, PAGE, format_of_bits
@@ -216,6 +216,15 @@ def test_a_trace_of_a_packed_model_is_known_by_its_name() -> None:
     assert own(small, plain, None) == (10.5, "int8"), "measured with experts of this very size"
     assert own(small, Geometry.uniform(2, 4, 2, 9000), None) == (10.5, None)
     assert own(shipped, None, 4.25) == (4.25, "mxfp4")
+
+
+def test_an_optimum_that_is_no_bound_is_explained() -> None:
+    def row(name: str | None, ratio: float | None) -> dict[str, Any]:
+        return {"hardware": "a", "format": name, "ratio_to_optimum": ratio}
+
+    rows = [row("keep", 0.9), row("int8", 1.4), row("int8", 1.6), row(None, None), row("int4", 1.01)]
+    (line,) = beyond_optimum(rows)
+    assert line.startswith("x opt. above 1 on a in int8: ")
 
 
 def test_what_is_no_format() -> None:

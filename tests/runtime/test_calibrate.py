@@ -103,6 +103,9 @@ def test_the_policies_decide_by_calibrated_costs(
             hardware.link_latency_us * 1e-6 + size / hardware.link_gbs / 1e9
         )
         assert costs.layer(1) == pytest.approx(hardware.layer_us * 1e-6)
+        (own,) = hardware.curves
+        for tokens, microseconds in zip(own.tokens, own.microseconds, strict=True):
+            assert costs.device(0, tokens) == pytest.approx(microseconds * 1e-6)
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
