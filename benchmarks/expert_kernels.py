@@ -8,7 +8,8 @@ other within each repeat, on other experts each time: reading the chosen experts
 better of our own read loop and torch.sum), daop's native kernels, daop's torch path, and torch's products in
 the weights' dtype (what transformers' eager experts do; of a quantised format, in bf16, whose weights torch
 would hold instead). Medians; shares and ratios are formed within each repeat. INT8 is in groups of 64, INT4
-of 32; --group changes both. Prints a table and, last, one line of JSON.
+of 32; --group changes both. Experts lie in memory as daop's own do (huge pages where the system gives them).
+Prints a table and, last, one line of JSON.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from daop.runtime.host_compute import HostExperts
 from daop.runtime.layout import ExpertForm, ExpertLayout
 from daop.runtime.native import Kernels, load_kernels
 from daop.runtime.native_library import library_path
+from daop.runtime.numa import map_memory
 
 FORMATS = ("bf16", "f16", "f32", "int8", "int4", "fp8", "mxfp4")
 
@@ -72,11 +74,12 @@ class Case:
             apply_gate=silu_gate,
         )
         self.chosen, self.hidden, self.kernels = chosen, hidden, kernels
-        self.slab = torch.zeros(count, self.layout.nbytes, dtype=torch.uint8)
+        memory = torch.from_numpy(map_memory(count * self.layout.nbytes))  # as daop holds experts
+        self.slab = memory.view(count, self.layout.nbytes)
         self.parts = [self.layout.views(slot) for slot in self.slab]
         for views in self.parts:
             for role, view in views.items():
-                fill(view, hidden**-0.5 * (0.01 if role.endswith(SCALE) else 1.0))
+                fill(view, hidden**-0.5, role.endswith(SCALE))
         self.native = HostExperts(self.layout, form, count, kernels=kernels)
         self.torch = HostExperts(self.layout, form, count, kernels=None)
         self.dtype = torch.bfloat16 if codec.by_rows else self.parts[0]["down"].dtype
@@ -119,14 +122,19 @@ class Case:
         return out
 
 
-def fill(view: torch.Tensor, size: float) -> None:
-    """Random values of that size; random bytes where a number is no float."""
+def fill(view: torch.Tensor, size: float, scale: bool) -> None:
+    """Random weights of that size, or scales, in the range that a published model has: FP8 uses its own up to
+    the largest number, MXFP4's powers of two make weights of a thousandth to a tenth."""
     flat = view.view(-1)
-    if view.dtype in (torch.int8, torch.uint8):
-        low, high = (-127, 128) if view.dtype == torch.int8 else (0, 128)  # below 128 any MXFP4 scale is sane
-        noise = torch.randint(low, high, (1 << 20,)).to(view.dtype)
+    if view.dtype == torch.uint8:
+        noise = torch.randint(118, 125, (1 << 20,)) if scale else torch.randint(0, 256, (1 << 20,))
+    elif view.dtype == torch.int8:
+        noise = torch.randint(-127, 128, (1 << 20,))
+    elif view.dtype == torch.float8_e4m3fn:
+        noise = torch.randn(1 << 20).mul_(100).clamp_(-448, 448)
     else:
-        noise = (torch.randn(1 << 20) * size).to(view.dtype)
+        noise = torch.randn(1 << 20) * (size * 0.01 if scale else size)
+    noise = noise.to(view.dtype)
     for at in range(0, flat.numel(), noise.numel()):
         flat[at : at + noise.numel()].copy_(noise[: flat.numel() - at])
 

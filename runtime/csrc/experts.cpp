@@ -14,11 +14,22 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#if defined(__linux__)
+#include <sys/auxv.h>
+#endif
+#endif
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "weights are stored little-endian"
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")  // else GCC keeps sums in memory
+#endif
 #define NOINLINE __attribute__((noinline))
 
 namespace {
@@ -123,6 +134,28 @@ INLINE float activate(const Form& form, float gate, float up) {
 #include "kernels.inc"
 #endif
 
+#if defined(__aarch64__)
+#define VARIANT coded_dots
+#define LANES 4
+#define LEVEL 3
+#define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
+#include "coded.inc"
+#undef LEVEL
+#undef VARIANT
+#undef LANES
+#undef TARGET
+
+bool has_dot_products() {
+#if defined(__ARM_FEATURE_DOTPROD)
+  return true;
+#elif defined(__linux__)
+  return getauxval(AT_HWCAP) >> 20 & 1;  // HWCAP_ASIMDDP
+#else
+  return false;
+#endif
+}
+#endif
+
 struct Variant {
   const char* name;
   decltype(&portable::prepare) prepare;
@@ -155,6 +188,9 @@ const Variant* supported() {
     if (avx2) found[n++] = {"avx2", avx2::prepare, avx2::tile, avx2::read, coded_avx2::store_row, coded_avx2::tile};
 #endif
 #if defined(__aarch64__)
+    if (has_dot_products())
+      found[n++] = {"neon_dots", portable::prepare,     portable::tile, portable::read,
+                    coded_dots::store_row, coded_dots::tile};
     const char* const last = "neon";
 #else
     const char* const last = "portable";

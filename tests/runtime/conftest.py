@@ -17,7 +17,8 @@ from daop.core import DaopError
 from daop.runtime import native_library
 from daop.runtime.native import Kernels
 
-VARIANTS = ["neon"] if platform.machine() == "aarch64" else ["avx512", "avx2", "portable"]
+# avx512vnni has avx512's kernels for plain weights, and its own for quantised ones.
+VARIANTS = ["neon_dots", "neon"] if platform.machine() == "aarch64" else ["avx512vnni", "avx2", "portable"]
 
 
 @pytest.fixture(scope="module")

@@ -231,5 +231,6 @@ int main() {
       }
   std::vector<char> memory(512 * 300);
   for (int variant = 0; daop_variant(variant); ++variant) daop_read(variant, memory.data(), memory.size(), nullptr, 1);
+  for (int variant = 0; daop_variant(variant); ++variant) printf("%s, ", daop_variant(variant));
   printf("%d runs\n", runs);
 }

@@ -161,7 +161,10 @@ def test_under_sanitizers(tmp_path: Path) -> None:
     assert ran.stdout.endswith("runs\n")
 
 
-def test_on_aarch64_in_emulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("processor", "variants"), [("max", "neon_dots, neon"), ("cortex-a53", "neon")])
+def test_on_aarch64_in_emulation(
+    processor: str, variants: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same driver, built for ARM and run by qemu where both are installed."""
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
     if compiler is None or emulator is None:
@@ -171,6 +174,9 @@ def test_on_aarch64_in_emulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     source = Path(__file__).with_name("kernels_driver.cpp")
     command = native_library.compile_command(driver, ("-O1", "-static"), source)
     subprocess.run(command, capture_output=True, text=True, check=True)
-    ran = subprocess.run([emulator, driver], capture_output=True, text=True, check=False, timeout=200)
+    ran = subprocess.run(
+        [emulator, "-cpu", processor, driver], capture_output=True, text=True, check=False, timeout=200
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.startswith(f"{variants}, ")
     assert ran.stdout.endswith("runs\n")
