@@ -10,7 +10,7 @@ setup(
     ext_modules=[
         Extension(
             "daop.runtime._experts",  # a plain shared library, loaded by runtime/native.py
-            ["runtime/csrc/experts.cpp", "runtime/csrc/context.cpp"],
+            ["runtime/csrc/experts.cpp", "runtime/csrc/context.cpp", "runtime/csrc/visits.cpp"],
             depends=[str(path) for path in Path("runtime/csrc").iterdir()],
             extra_compile_args=FLAGS,
             optional=True,  # without a compiler daop computes with torch

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from daop.core import Geometry, Step
-from daop.runtime.context_state import ContextState
 from daop.runtime.policies.adaptive import Adaptive
 from daop.runtime.policies.base import POLICIES, Costs, View
+from daop.runtime.running_forecast import RunningForecast
 from daop.runtime.worth import WorthTable
 
 NAME = "foretold"
@@ -22,7 +22,7 @@ NAME = "foretold"
 class ForetoldWorth(WorthTable):
     """The worth of every expert, given which ones each layer's next visit uses."""
 
-    def __init__(self, state: ContextState, geometry: Geometry, future: Sequence[Sequence[int]]) -> None:
+    def __init__(self, state: RunningForecast, geometry: Geometry, future: Sequence[Sequence[int]]) -> None:
         super().__init__(state, geometry)
         self._geometry = geometry
         self._future = future

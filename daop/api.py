@@ -16,8 +16,8 @@ from daop.runtime.checkpoint import Checkpoint, open_checkpoint
 from daop.runtime.costs import Hardware
 from daop.runtime.machinery import Wishes, find_device
 from daop.runtime.policies.base import Policy, make_policy
-from daop.runtime.profile import Profile
 from daop.runtime.watching import Watcher
+from daop.taught import open_profile
 
 if TYPE_CHECKING:
     from daop.training.recorder import TraceRecorder
@@ -40,6 +40,7 @@ def load(
     seed: int = 0,
     policy_options: dict[str, Any] | None = None,
     profile: str | Path | None = None,
+    predictor: str | Path | None = None,
     trace: str | Path | None = None,
     trace_token_ids: bool = False,
     hardware: str | None = None,
@@ -52,7 +53,8 @@ def load(
     ``model``: a Hugging Face directory or hub id of safetensors. ``fast_memory`` (bytes, or "2GiB") or
     ``ecr`` (share of the routed experts) set the hot set's size; with neither it is chosen to fit this
     machine. ``policy``: a name of ``POLICIES``, ``module:Class``, or a policy object; ``profile``: a folder
-    with what other traffic taught. ``trace``: record the routing into this file, ``trace_token_ids`` with the
+    with what other traffic taught; ``predictor``: that of a trained predictor, for policies that forecast.
+    ``trace``: record the routing into this file, ``trace_token_ids`` with the
     tokens' ids, ``trace_distances`` with how well the next layer's input and routing can be told.
     ``hardware``: what things cost on this machine, a file of ``daop calibrate`` (None: a calibration saved
     before, or a rule of thumb; the device cuda measures when it starts). ``watchers`` are told all that
@@ -76,6 +78,7 @@ def load(
             "batch": batch,
             "seed": seed,
             "profile": None if profile is None else str(profile),
+            "predictor": None if predictor is None else str(predictor),
             "trace": None if trace is None else str(trace),
             "trace_token_ids": trace_token_ids,
             "trace_distances": trace_distances,
@@ -132,7 +135,7 @@ def _open(config: RunConfig, policy: Policy | None, watchers: Sequence[Watcher],
 
 
 def _policy(config: RunConfig, checkpoint: Checkpoint) -> Policy:
-    taught = None if config.profile is None else Profile.load(Path(config.profile), checkpoint.geometry)
+    taught = open_profile(config.profile, config.predictor, checkpoint.geometry)
     policy = make_policy(config.policy, taught, config.policy_options)
     if policy.needs_future:
         raise DaopError(

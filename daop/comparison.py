@@ -28,6 +28,7 @@ from daop.runtime.sim_traffic import Traffic
 from daop.runtime.simulator import Simulator
 from daop.runtime.timeline import Timeline
 from daop.runtime.watching import Watcher
+from daop.taught import open_profile
 from daop.training.parquet import read_trace
 from daop.training.split import split_by_sequence
 from daop.training.trace import ABSENT, PHASES, Trace
@@ -111,14 +112,21 @@ def mismatches(settings: Sequence[Setting], geometry: Geometry) -> list[str]:
     ]
 
 
-def open_traffic(path: Path, profile: Path | None, expert_bytes: str | None, tokens: int | None) -> Recorded:
+def open_traffic(
+    path: Path,
+    profile: Path | None,
+    expert_bytes: str | None,
+    tokens: int | None,
+    predictor: Path | None = None,
+) -> Recorded:
     """A trace file; without a profile, most of its sequences are learnt from and the others simulated."""
     trace = read_trace(path)
     geometry = sized(trace.geometry, parse_size(expert_bytes, "--expert-bytes") if expert_bytes else None)
     known: Profile | None = None
     learnt_from: str | None = None
-    if profile is not None:
-        known, learnt_from = Profile.load(profile, geometry), str(profile)
+    if profile is not None or predictor is not None:
+        known = open_profile(profile, predictor, geometry)
+        learnt_from = str(profile or predictor)
     elif len(trace.grouped().sequences) > 1:
         known, trace = fitted(trace, geometry)
         learnt_from = "four fifths of the trace's sequences"
@@ -259,6 +267,7 @@ def simulate_one(
         "batch": setting.batch,
         "simulated": True,
         **run.as_dict(),
+        "forecast": policy.forecast,
         "decision_us_per_layer": {"plan": policy.plan_us, "look_ahead": policy.look_ahead_us},
     }
 

@@ -26,7 +26,8 @@ class RunConfig:
     ``fast_memory``: bytes for resident experts; ``ecr``: their share instead; with neither as many as fit.
     ``dtype``: of everything but the routed experts (None: what the model says). ``threads`` None: one for
     each core that this process may use. ``context`` and ``batch``: what the KV cache is planned for.
-    ``profile``: a folder with what other traffic taught; ``trace``: the file that the routing is recorded in.
+    ``profile``: a folder with what other traffic taught; ``predictor``: that of a trained one.
+    ``trace``: the file that the routing is recorded in.
     ``hardware``: what things cost here (None: a saved calibration, or a rule of thumb).
     """
 
@@ -43,6 +44,7 @@ class RunConfig:
     batch: int = 1
     seed: int = 0
     profile: str | None = None
+    predictor: str | None = None
     trace: str | None = None
     trace_token_ids: bool = False
     hardware: str | None = None

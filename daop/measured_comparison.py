@@ -24,6 +24,7 @@ from daop.runtime.formats import format_of
 from daop.runtime.policies.base import POLICIES, make_policy
 from daop.runtime.profile import Profile
 from daop.runtime.watching import Watcher
+from daop.taught import open_profile
 
 Told = Callable[[str, float], None]
 
@@ -74,6 +75,7 @@ def measure(
     max_new_tokens: int,
     direct_io: bool,
     profile: Path | None,
+    predictor: Path | None = None,
     hardware: str | None = None,
     device: str = "host",
     told: Told,
@@ -91,18 +93,19 @@ def measure(
     if unreal:
         raise DaopError(f"--policies {','.join(unreal)} knows the future and can only be simulated (--trace)")
     options = {"direct_io": direct_io, "hardware": hardware, "device": device}
+    taught = open_profile(profile, predictor, open_checkpoint(model).geometry)
     rows: list[dict[str, Any]] = []
     for share in shares:
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in policies}
         for repeat in range(repeats):
             for name in policies:
                 told(f"ECR {share:g}, run {repeat + 1} of {repeats}: {name}", 0.0)
-                runs[name].append(_run(model, asked, share, name, max_new_tokens, profile, options))
+                runs[name].append(_run(model, asked, share, name, max_new_tokens, taught, options))
         if watch is not None:
             for name in policies:
                 told(f"ECR {share:g}, a run to be watched, not timed: {name}", 0.0)
                 watchers = watch("this machine", share, name)
-                _run(model, asked, share, name, max_new_tokens, profile, options, watchers)
+                _run(model, asked, share, name, max_new_tokens, taught, options, watchers)
         differs = _differences(runs)
         if device == "host" and any(differs.values()):
             names = ", ".join(name for name, count in differs.items() if count)
@@ -117,16 +120,14 @@ def _run(
     share: float,
     name: str,
     max_new_tokens: int,
-    profile: Path | None,
+    profile: Profile | None,
     options: Mapping[str, Any],
     watchers: Sequence[Watcher] = (),
 ) -> dict[str, Any]:
     import daop
     from daop.report.figures import run_figures
 
-    policy = make_policy(name)
-    if profile is not None:
-        policy.profile = Profile.load(profile, open_checkpoint(model).geometry)
+    policy = make_policy(name, profile)
     with daop.load(model, policy=policy, ecr=share, watchers=watchers, **options) as runtime:
         runtime.drop_cache()
         runtime.reset_statistics()

@@ -180,6 +180,7 @@ class Runtime:
         figures["bytes"]["pending"] = conductor.pending_bytes
         figures["bytes"]["read"] = self._machinery.bytes_read - self._bytes_at_reset
         figures["policy"] = self.policy_name
+        figures["forecast"] = conductor.policy.forecast
         figures["ecr"] = self._machinery.residency.capacity / self.geometry.total
         figures["slots"] = self._machinery.residency.capacity
         figures["memory_bytes"] = self._memory_bytes()

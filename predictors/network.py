@@ -11,6 +11,7 @@ total = all experts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,30 +20,49 @@ from daop.core import FloatArray, Geometry
 
 from .history import HALF_LIVES, Context, Past
 
-# Half-lives whose frequencies the network sees.
-WINDOWS = (HALF_LIVES.index(8), HALF_LIVES.index(128))
-# What it sees of the very expert it forecasts: those frequencies, and whether it was chosen last.
-DIRECT = len(WINDOWS) + 1
 EPSILON = np.float32(1e-6)
+FLOOR = np.float32(1e-3)
 
 Weights = dict[str, FloatArray]
 
 
-def shapes(geometry: Geometry, width: int, forecasts: int) -> dict[str, tuple[int, ...]]:
+@dataclass(frozen=True)
+class Sight:
+    """Of the past the network sees the frequencies of these half-lives (indices), W of them. Of the very
+    expert that it forecasts also, where ``logs``, their logarithms, and whether it was chosen last."""
+
+    windows: tuple[int, ...] = (HALF_LIVES.index(8), HALF_LIVES.index(128))
+    logs: bool = False
+
+    @property
+    def direct(self) -> int:
+        """How many numbers of the expert itself."""
+        return len(self.windows) * (2 if self.logs else 1) + 1
+
+
+PLAIN = Sight()
+
+
+def shapes(geometry: Geometry, width: int, forecasts: int, sight: Sight) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight; the last row of the embeddings stands for an absent choice."""
     layers, total, widest = geometry.layers, geometry.total, max(geometry.experts)
     return {
         "chosen": (total + 1, width),  # embedding of a choice of this token
         "rank": (geometry.top_k,),  # how much the first, second ... choice counts
         "previous": (total + 1, width),  # embedding of a choice of the previous token
-        "frequency": (len(WINDOWS) * total, width),
+        "frequency": (len(sight.windows) * total, width),
         "in": (layers, width, width),
         "bias": (layers, width),
         "out": (layers, width, width),
         "head": (layers, width, forecasts * widest),
         "head_bias": (layers, forecasts, widest),
-        "direct": (layers, forecasts, DIRECT),
+        "direct": (layers, forecasts, sight.direct),
     }
+
+
+def usual_share(geometry: Geometry) -> FloatArray:
+    """[total] share of tokens that would choose each expert if all were alike."""
+    return (geometry.top_k / np.repeat(geometry.experts, geometry.experts)).astype(np.float32)
 
 
 def normalise(x: Any) -> Any:
@@ -53,17 +73,18 @@ def normalise(x: Any) -> Any:
 class Network:
     """The run-time form, on numpy. Immutable; what is carried along lies in the context's memo."""
 
-    def __init__(self, weights: Weights, geometry: Geometry, key: str) -> None:
+    def __init__(self, weights: Weights, geometry: Geometry, key: str, sight: Sight = PLAIN) -> None:
+        self.sight = sight
         self.weights = weights
         self.geometry = geometry
-        self.base = (geometry.top_k / np.repeat(geometry.experts, geometry.experts)).astype(np.float32)
+        self.base = usual_share(geometry)
         self._spans = [slice(a, b) for a, b in zip(geometry.offsets[:-1], geometry.offsets[1:], strict=True)]
         self._key = key  # of this network in memos that several networks share
 
     def start(self, past: Past) -> FloatArray:
         """[T, D] the state before layer 0."""
         w = self.weights
-        frequency = past.frequency[:, WINDOWS] - self.base  # [T, 2, total]
+        frequency = past.frequency[:, self.sight.windows] - self.base  # [T, W, total]
         previous = w["previous"][past.previous.reshape(len(past.previous), -1)].sum(axis=1)
         return np.asarray(previous + frequency.reshape(len(frequency), -1) @ w["frequency"], dtype=np.float32)
 
@@ -91,10 +112,7 @@ class Network:
         w, layer = self.weights, context.layer
         span, count = self._spans[layer], self.geometry.experts[layer]
         widest = max(self.geometry.experts)
-        seen = np.empty((len(just), DIRECT, count), dtype=np.float32)
-        seen[:, :-1] = context.past.frequency[:, WINDOWS, span]
-        seen[:, :-1] -= self.base[span]
-        seen[:, -1] = just
+        seen = np.concatenate([self._seen(context.past, span), just[:, None]], axis=1)
         out = w["direct"][layer] @ seen  # [T, F, E]
         out += w["head_bias"][layer, :, :count]
         out += self.read(context).reshape(len(just), -1, widest)[:, :, :count]
@@ -110,9 +128,16 @@ class Network:
         count, first = geometry.experts[target], forecast * max(geometry.experts)
         out = self.read(context)[:, first : first + count] + w["head_bias"][context.layer, forecast, :count]
         direct = w["direct"][context.layer, forecast]
-        for i, window in enumerate(WINDOWS):
-            out = out + direct[i] * (context.past.frequency[:, window, span] - self.base[span])
+        out = out + np.einsum("f,tfe->te", direct[:-1], self._seen(context.past, span))
         return np.asarray(out + direct[-1] * last, dtype=np.float32)
+
+    def _seen(self, past: Past, span: slice) -> FloatArray:
+        """[T, W or 2W, E] what the heads see of the past of these experts."""
+        frequency = past.frequency[:, self.sight.windows, span]
+        seen = frequency - self.base[span]
+        if self.sight.logs:
+            seen = np.concatenate([seen, np.log(np.maximum(frequency, FLOOR))], axis=1)
+        return np.asarray(seen, dtype=np.float32)
 
 
 def sigmoid(logits: FloatArray) -> FloatArray:

@@ -16,7 +16,7 @@ from daop.core import Geometry
 
 from .data import Routing, next_use, popularity
 from .history import walk
-from .network import DIRECT, EPSILON, WINDOWS, Weights, shapes
+from .network import EPSILON, FLOOR, Sight, Weights, shapes, usual_share
 
 if TYPE_CHECKING:
     import torch
@@ -45,29 +45,31 @@ class Schedule:
 
 
 class Task(Protocol):
-    """What the heads forecast: names the forecasts and their loss."""
+    """What the heads forecast, and their loss; ``fixed`` names weights that stay as they begin."""
 
     forecasts: int
+    fixed: frozenset[str]
 
     def labels(self, data: Routing) -> dict[str, torch.Tensor]: ...
     def bias(self, popular: Any, geometry: Geometry, layer: int, forecast: int) -> Any: ...
     def loss(self, layer: int, said: Any, x: dict[str, torch.Tensor], w: Any, geometry: Geometry) -> Any: ...
 
 
-def fit(data: Routing, schedule: Schedule, task: Task, start: Weights | None = None) -> Weights:
+def fit(data: Routing, schedule: Schedule, task: Task, sight: Sight, start: Weights | None = None) -> Weights:
     """Fitted weights, from scratch or (at a third of the rate) from ``start``."""
     import torch
 
-    fits = MAX_FEATURE_BYTES // (data.geometry.total * len(WINDOWS) * 2)
+    fits = MAX_FEATURE_BYTES // (data.geometry.total * len(sight.windows) * 2)
     chosen = data.sample(min(schedule.max_tokens, fits), schedule.seed)
     if len(chosen) < len(data):
         log.info("fitting on %d of %d tokens, whole sequences drawn at random", len(chosen), len(data))
-    inputs = _inputs(chosen) | task.labels(chosen)
+    inputs = _inputs(chosen, sight) | task.labels(chosen)
     generator = torch.Generator().manual_seed(schedule.seed)
-    first = _initial(schedule, task, chosen, generator) if start is None else _tensors(start)
-    weights = {name: value.clone().requires_grad_() for name, value in first.items()}
+    first = _initial(schedule, task, sight, chosen, generator) if start is None else _tensors(start)
+    weights = {name: value.clone().requires_grad_(name not in task.fixed) for name, value in first.items()}
     rate = schedule.learning_rate * (1.0 if start is None else 1 / 3)
-    optimiser = torch.optim.AdamW(list(weights.values()), lr=rate, weight_decay=schedule.weight_decay)
+    learnt = [value for value in weights.values() if value.requires_grad]
+    optimiser = torch.optim.AdamW(learnt, lr=rate, weight_decay=schedule.weight_decay)
     batches = max(1, len(chosen) // schedule.batch)
     steps = schedule.epochs * batches + 1
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, total_steps=steps, pct_start=0.1)
@@ -75,7 +77,7 @@ def fit(data: Routing, schedule: Schedule, task: Task, start: Weights | None = N
         total = 0.0
         for rows in torch.randperm(len(chosen), generator=generator).tensor_split(batches):
             batch = {k: v[rows] for k, v in inputs.items()}
-            value = _loss(schedule, task, weights, batch, data.geometry, generator)
+            value = _loss(schedule, task, sight, weights, batch, data.geometry, generator)
             optimiser.zero_grad(set_to_none=True)
             value.backward()
             optimiser.step()
@@ -91,15 +93,15 @@ def _tensors(weights: Weights) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(value) for name, value in weights.items()}
 
 
-def _inputs(data: Routing) -> dict[str, torch.Tensor]:
+def _inputs(data: Routing, sight: Sight) -> dict[str, torch.Tensor]:
     import torch
 
     n, geometry = len(data), data.geometry
-    frequency = np.zeros((n, len(WINDOWS), geometry.total), dtype=np.float16)
+    frequency = np.zeros((n, len(sight.windows), geometry.total), dtype=np.float16)
     previous = np.zeros((n, geometry.layers * geometry.top_k), dtype=np.int32)
-    base = (geometry.top_k / np.repeat(geometry.experts, geometry.experts)).astype(np.float32)
+    base = usual_share(geometry)
     for rows, before, _ in walk(data):
-        frequency[rows] = before.frequency[:, WINDOWS] - base
+        frequency[rows] = before.frequency[:, sight.windows] - base
         previous[rows] = before.previous.reshape(rows.stop - rows.start, -1)
     absent = geometry.total
     return {
@@ -110,16 +112,18 @@ def _inputs(data: Routing) -> dict[str, torch.Tensor]:
 
 
 def _initial(
-    schedule: Schedule, task: Task, data: Routing, generator: torch.Generator
+    schedule: Schedule, task: Task, sight: Sight, data: Routing, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
     import torch
 
     geometry, d = data.geometry, schedule.width
     scale = {"chosen": 0.15, "previous": 0.05, "frequency": 0.02, "in": d**-0.5, "head": 0.3 * d**-0.5}
     out: dict[str, torch.Tensor] = {}
-    for name, shape in shapes(geometry, d, task.forecasts).items():
+    for name, shape in shapes(geometry, d, task.forecasts, sight).items():
         out[name] = scale.get(name, 0.0) * torch.randn(shape, generator=generator)
-    out["rank"] = torch.linspace(1.3, 0.7, geometry.top_k) if geometry.top_k > 1 else torch.ones(1)
+    out["rank"] = torch.ones(geometry.top_k)
+    if "rank" not in task.fixed and geometry.top_k > 1:
+        out["rank"] = torch.linspace(1.3, 0.7, geometry.top_k)
     out["chosen"][-1] = 0.0
     out["previous"][-1] = 0.0
     popular = popularity(data)
@@ -135,6 +139,7 @@ def _initial(
 def _loss(
     schedule: Schedule,
     task: Task,
+    sight: Sight,
     w: dict[str, torch.Tensor],
     x: dict[str, torch.Tensor],
     geometry: Geometry,
@@ -152,6 +157,9 @@ def _loss(
     x["target"] = blank.scatter(1, flat.reshape(n, -1), 1.0)[:, : geometry.total]
     x["before"] = blank.scatter(1, previous, 1.0)[:, : geometry.total]
     x["seen"] = frequency
+    if sight.logs:
+        base = torch.from_numpy(usual_share(geometry))
+        x["seen"] = torch.cat([frequency, (frequency + base).clamp_min(float(FLOOR)).log()], 1)
     rows = (w["chosen"][flat] * w["rank"][:, None]).sum(2)  # [B, L, D]
     state = w["previous"][previous].sum(1) + frequency.reshape(n, -1) @ w["frequency"]
     terms: list[Any] = []
@@ -168,18 +176,20 @@ def _loss(
     return torch.stack(terms).sum() / geometry.layers
 
 
-def _logits(layer: int, f: int, target: int, said: Any, last: Any, x: Any, w: Any, g: Geometry) -> Any:
+def logits_of(layer: int, f: int, target: int, said: Any, last: Any, x: Any, w: Any, g: Geometry) -> Any:
     """[B, E] the training twin of ``Network.logits``."""
     count, span = g.experts[target], slice(g.offsets[target], g.offsets[target + 1])
     widest, direct = max(g.experts), w["direct"][layer, f]
     out = said[:, f * widest : f * widest + count] + w["head_bias"][layer, f, :count]
-    for i in range(DIRECT - 1):
+    for i in range(len(direct) - 1):
         out = out + direct[i] * x["seen"][:, i, span]
     return out + direct[-1] * last[:, span]
 
 
 class NextTask:
     """Forecast f: does the token choose the expert, f + 1 layers ahead? Nearer layers weigh more."""
+
+    fixed = frozenset[str]()
 
     def __init__(self, horizons: int) -> None:
         self.forecasts = horizons
@@ -200,7 +210,7 @@ class NextTask:
         for f in range(min(self.forecasts, geometry.layers - 1 - layer)):
             target = layer + f + 1
             span = slice(geometry.offsets[target], geometry.offsets[target + 1])
-            logits = _logits(layer, f, target, said, x["before"], x, w, geometry)
+            logits = logits_of(layer, f, target, said, x["before"], x, w, geometry)
             known = (x["flat"][:, target, 0] < geometry.total).float()[:, None]
             each = F.binary_cross_entropy_with_logits(logits, x["target"][:, span], reduction="none")
             share = (1.0 if f == 0 else 0.35) / geometry.top_k
@@ -210,6 +220,8 @@ class NextTask:
 
 class ReuseTask:
     """Forecast f: is the expert of the layer at hand chosen again within ``within[f]`` tokens?"""
+
+    fixed = frozenset[str]()
 
     def __init__(self, within: tuple[int, ...]) -> None:
         self.within = within
@@ -230,7 +242,7 @@ class ReuseTask:
         span = slice(geometry.offsets[layer], geometry.offsets[layer + 1])
         wait, out = x["wait"][:, span], []
         for f, within in enumerate(self.within):
-            logits = _logits(layer, f, layer, said, x["target"], x, w, geometry)
+            logits = logits_of(layer, f, layer, said, x["target"], x, w, geometry)
             soon = ((wait > 0) & (wait <= within)).float()
             known = ((wait > 0) | (wait <= -within)).float()  # the sequence may end before the answer
             each = F.binary_cross_entropy_with_logits(logits, soon, reduction="none")

@@ -9,7 +9,7 @@ from daop.core import Geometry
 
 from .base import Predictor, State
 from .data import Routing
-from .network import Network, Weights, shapes
+from .network import PLAIN, Network, Sight, Weights, shapes
 
 if TYPE_CHECKING:
     from .network_fit import Task
@@ -22,6 +22,7 @@ class NetworkPredictor(Predictor):
     """
 
     memo_key: ClassVar[str]
+    sight: ClassVar[Sight] = PLAIN
     width: int
 
     @abstractmethod
@@ -44,16 +45,16 @@ class NetworkPredictor(Predictor):
         from .network_fit import Schedule, fit
 
         self.check_needs(data)
-        return self._take(fit(data, Schedule.of(self), self.task(), start), data.geometry)
+        return self._take(fit(data, Schedule.of(self), self.task(), self.sight, start), data.geometry)
 
     def _take(self, weights: Weights, geometry: Geometry) -> Self:
         self.geometry_ = geometry
-        self.network_ = Network(weights, geometry, self.memo_key)
+        self.network_ = Network(weights, geometry, self.memo_key, self.sight)
         return self
 
     def state(self) -> State:
         return State(arrays=dict(self.network_.weights))
 
     def restore(self, state: State, geometry: Geometry) -> Self:
-        expected = shapes(geometry, self.width, self.forecasts)
+        expected = shapes(geometry, self.width, self.forecasts, self.sight)
         return self._take({n: state.arrays[n].reshape(shape) for n, shape in expected.items()}, geometry)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from daop.core import FloatArray, Forecast, Phase, Step
+from daop.core import Forecast, Phase, Step
 
 from .engine import Engine, EngineView
 from .policies.base import Costs, Outcome, Plan, Policy
@@ -93,11 +93,6 @@ class Conductor:
         if new_sequences:
             self.policy.begin_sequences(new_sequences)
         self.policy.begin(phase, rows)
-
-    def reuse(self, soon: FloatArray) -> None:
-        """A reuse forecast (see ``Policy.reuse``) is there; once per forward pass, off the critical path."""
-        if self.policy.wants_reuse:
-            self.policy.reuse(soon)
 
     def plan(self, step: Step) -> Work:
         """Settle what arrived, protect what the step needs, and start what must be fetched."""

@@ -1,17 +1,17 @@
-"""``ContextState``'s arithmetic in the compiled library, some five times faster than numpy's."""
+"""A running forecast's arithmetic in the compiled library, some five times faster than numpy's."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from daop.core import BoolArray, FloatArray
+from daop.core import BoolArray, FloatArray, Step
 
 from .native_library import library_path, short_calls
 
@@ -41,8 +41,19 @@ def address(values: NDArray[Any]) -> int:
     return int(values.__array_interface__["data"][0])
 
 
-class NativeContext:
-    """Works on the arrays it is given, in place; it keeps them alive."""
+def places_of(arrays: dict[str, NDArray[Any]], types: Mapping[str, type]) -> dict[str, int]:
+    """Where the arrays lie, which are float32 unless ``types`` says otherwise."""
+    for name, values in arrays.items():
+        if not values.flags.c_contiguous or values.dtype != types.get(name, np.float32):
+            raise ValueError(f"{name} must be contiguous and of the type that context.h says")
+    return {name: address(values) for name, values in arrays.items()}
+
+
+class NativeForecast:
+    """Works on the arrays it is given, in place; it keeps them alive. Subclasses say how to ``absorb``.
+
+    ``sizes``: layers, experts, leads, lags, decays; the last two are the linear model's alone.
+    """
 
     def __init__(
         self, library: ctypes.PyDLL, sizes: tuple[int, int, int, int, int], arrays: dict[str, NDArray[Any]]
@@ -50,30 +61,22 @@ class NativeContext:
         layers, experts, *_ = sizes
         chosen = np.zeros((layers, experts), dtype=np.int32)
         self._arrays = {**arrays, "chosen": chosen, "many": np.zeros(layers, dtype=np.int32)}
-        for name, values in self._arrays.items():
-            wanted = {"targets": np.int64, "seen": np.float64, "chosen": np.int32, "many": np.int32}
-            if not values.flags.c_contiguous or values.dtype != wanted.get(name, np.float32):
-                raise ValueError(f"{name} must be contiguous and of the type that context.h says")
-        places = {name: address(values) for name, values in self._arrays.items()}
-        self._context = CContext(*sizes, **places)
+        types = {"targets": np.int64, "seen": np.float64, "chosen": np.int32, "many": np.int32}
+        self._context = CContext(*sizes, **places_of(self._arrays, types))
         self._at = ctypes.addressof(self._context)
-        self._experts = experts
         pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-        self._absorb = _function(
-            library, "absorb", None, pointer, number, pointer, pointer, number, number, real
+        self._loss = function_of(library, "loss", ctypes.c_double, pointer, pointer, pointer, number)
+        self._worth = function_of(
+            library, "worth", None, pointer, number, pointer, real, ctypes.c_int, pointer
         )
-        self._loss = _function(library, "loss", ctypes.c_double, pointer, pointer, pointer, number)
-        self._worth = _function(library, "worth", None, pointer, number, pointer, real, ctypes.c_int, pointer)
-        self._best = _function(library, "best", number, pointer, pointer, number, number)
+        self._best = function_of(library, "best", number, pointer, pointer, number, number)
         self._searched: tuple[NDArray[Any], ...] = ()  # what the search below was made for
 
     def absorb(
-        self, layer: int, chosen: Sequence[int], shares: FloatArray | None, rows: int, trust: float
+        self, layer: int, chosen: Sequence[int], shares: FloatArray | None, step: Step, trust: float
     ) -> None:
-        """``ContextState._learn`` and ``_forecast``; ``shares`` [len(chosen)] of the rows (None: one row)."""
-        ids = array("i", chosen)
-        where = None if shares is None else address(shares)
-        self._absorb(self._at, layer, ids.buffer_info()[0], where, len(ids), rows, trust)
+        """``RunningForecast.absorb``; ``shares`` [len(chosen)] of the rows (None: one row)."""
+        raise NotImplementedError
 
     def loss(self, guess: FloatArray, chosen: Sequence[int]) -> float:
         """Mean log loss per expert of ``guess`` [E]."""
@@ -105,7 +108,26 @@ class NativeContext:
         return int(flat), self._search.found
 
 
-def _function(library: ctypes.PyDLL, name: str, result: Any, *arguments: Any) -> Any:
+class NativeContext(NativeForecast):
+    """The linear model's."""
+
+    def __init__(
+        self, library: ctypes.PyDLL, sizes: tuple[int, int, int, int, int], arrays: dict[str, NDArray[Any]]
+    ) -> None:
+        super().__init__(library, sizes, arrays)
+        pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+        types = (pointer, number, pointer, pointer, number, number, real)
+        self._absorb = function_of(library, "absorb", None, *types)
+
+    def absorb(
+        self, layer: int, chosen: Sequence[int], shares: FloatArray | None, step: Step, trust: float
+    ) -> None:
+        ids = array("i", chosen)
+        where = None if shares is None else address(shares)
+        self._absorb(self._at, layer, ids.buffer_info()[0], where, len(ids), step.rows, trust)
+
+
+def function_of(library: ctypes.PyDLL, name: str, result: Any, *arguments: Any) -> Any:
     # One handle for each call site: argument types set on the library's own would be shared.
     function = ctypes.PYFUNCTYPE(result, *arguments)((f"daop_context_{name}", library))
     return function

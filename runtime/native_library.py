@@ -17,8 +17,8 @@ from pathlib import Path
 from daop.core import DaopError
 
 HERE = Path(__file__).resolve().parent
-VERSION = 4  # of what crosses between Python and csrc/
-SOURCES = ("experts.cpp", "context.cpp")
+VERSION = 5  # of what crosses between Python and csrc/
+SOURCES = ("experts.cpp", "context.cpp", "visits.cpp")
 
 
 def library_path() -> Path | None:

@@ -10,12 +10,15 @@ import json
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from daop.core import DaopError, FloatArray, Geometry
+
+if TYPE_CHECKING:
+    from daop.predictors.visits import Visits
 
 FORMAT = 1
 MATRICES = 300  # stored activation matrices: enough for the nearest to be near, small enough to search
@@ -27,12 +30,14 @@ class Profile:
 
     ``matrices`` [n, total]: the same share in single sequences, or None.
     ``arrays``: what a policy learnt for itself, by name.
+    ``predictor``: forecasts in place of the context model; it is saved in a folder of its own.
     """
 
     geometry: Geometry
     frequency: FloatArray
     matrices: FloatArray | None = None
     arrays: dict[str, NDArray[Any]] | None = None
+    predictor: Visits | None = None
 
     @classmethod
     def from_routing(cls, geometry: Geometry, ids: NDArray[Any], sequence: NDArray[Any]) -> Profile:

@@ -1,8 +1,8 @@
 """Next-layer forecasts for simulated policies that ask for them.
 
 A trace holds no hidden states, so the gate look-ahead that a real run uses cannot be replayed. The
-context model, which sees only the routing so far, stands in: on recorded gpt-oss-20b traffic it finds
-about three quarters of the next layer's experts, in the range that papers report for gates.
+running forecast, which sees only the routing so far, stands in: on recorded gpt-oss-20b traffic it finds
+three quarters and more of the next layer's experts, in the range that papers report for gates.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Protocol
 
 from daop.core import Forecast, Geometry, Step
 
-from .context_model import LEADS, ContextModel, turns
-from .context_state import ContextState
+from .forecast_source import running_forecast
 from .profile import Profile
 from .sim_traffic import Forward
 
@@ -33,22 +32,19 @@ class Forecaster(Protocol):
 
 
 class OnlineForecaster:
-    """A ``Forecaster`` over a ``ContextState`` that learns as the trace goes on."""
+    """A ``Forecaster`` over the forecast that ``adaptive`` runs on."""
 
     def __init__(self, geometry: Geometry, profile: Profile | None) -> None:
-        frequency = None if profile is None else profile.frequency
-        arrays = None if profile is None else profile.arrays
-        model = ContextModel.from_arrays(arrays or {}, geometry)
-        if model is None:
-            model = ContextModel.empty(geometry, turns(LEADS, geometry.layers), frequency)
         self._experts = geometry.experts
-        self._state = ContextState(model, geometry, frequency)
-        # Measured of ContextState; without the compiled library a gate on the device is assumed instead.
+        self._state = running_forecast(geometry, profile)
+        # Measured of the context model; without the compiled library a gate on the device is assumed instead.
         native = self._state.native is not None
         self.seconds = 8e-6 + 0.25e-6 * max(geometry.experts) if native else 30e-6
 
     def forward(self, forward: Forward) -> None:
-        """Nothing to do: it sees each step when its router is known."""
+        """It sees each step when its router is known."""
+        if forward.starts:
+            self._state.begin_sequences(len(forward.starts))
 
     def after(self, step: Step, horizon: int) -> Sequence[Forecast]:
         state = self._state

@@ -3,7 +3,7 @@
     worth[l, e] = chance[l, e] * nearness(l) + STAY * rate[l, e]
 
 ``chance`` (of a use at the layer's next visit) and ``rate`` (of uses per visit in the longer run) are
-``ContextState``'s; ``nearness`` falls with the layers that lie between now and that visit.
+``RunningForecast``'s; ``nearness`` falls with the layers that lie between now and that visit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from daop.core import BoolArray, FloatArray, Geometry, Step
 
-from .context_state import ContextState
+from .running_forecast import RunningForecast
 
 STAY = 0.7
 FAR = 0.7
@@ -25,7 +25,7 @@ REFRESH = 3  # layers between two renewals of every layer's nearness
 class WorthTable:
     """``flat`` [total] is the worth of every expert now; the array stays the same one."""
 
-    def __init__(self, state: ContextState, geometry: Geometry) -> None:
+    def __init__(self, state: RunningForecast, geometry: Geometry) -> None:
         self.state = state
         layers = np.arange(geometry.layers)
         self._near_targets = (1.0 - FAR * (state.leads - 1) / geometry.layers).astype(np.float32)  # [R]

@@ -36,6 +36,7 @@ def compare(
         Path | None,
         Option(help="A saved profile. Without: most of the trace is learnt from, a fifth scored."),
     ] = None,
+    predictor: options.PredictorFolder = None,
     expert_bytes: Annotated[str | None, Option(help="Bytes of one expert as stored, e.g. 13.2MB.")] = None,
     weight_bits: Annotated[
         float | None, Option(min=1, max=64, help="Bits of one stored weight. [the profile's, else 16]")
@@ -88,6 +89,7 @@ def compare(
     check_file("--trace", trace)
     check_file("--prompts", prompts)
     check_folder("--profile", profile)
+    check_folder("--predictor", predictor)
     check_machines(hardware)
     check_output("--html", html, force)
     check_output("--timeline", timeline, force)
@@ -101,6 +103,7 @@ def compare(
         names=comparison.policies_of(policies or usual, real=bool(model)),
         shares=comparison.numbers_of(ecr, "--ecr"),
         profile=profile,
+        predictor=predictor,
         hardware=hardware,
         device=device,
         max_new_tokens=max_new_tokens,

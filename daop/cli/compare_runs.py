@@ -26,6 +26,7 @@ class Choice:
     names: list[str]
     shares: list[float]
     profile: Path | None
+    predictor: Path | None
     hardware: str | None
     device: str
     max_new_tokens: int
@@ -52,6 +53,7 @@ def measured(
         max_new_tokens=choice.max_new_tokens,
         direct_io=direct_io,
         profile=choice.profile,
+        predictor=choice.predictor,
         hardware=choice.hardware,
         device=choice.device,
         told=lambda step, _: output.say(step, style="dim"),
@@ -84,9 +86,9 @@ def simulated(
         from daop.runtime.checkpoint import open_checkpoint
 
         open_checkpoint(choice.judged)  # what is wrong with it is said before the simulations
-    if choice.profile is None:
+    if choice.profile is None and choice.predictor is None:
         output.say("learning a profile from four fifths of the sequences ...", style="dim")
-    recorded = comparison.open_traffic(trace, choice.profile, expert_bytes, tokens)
+    recorded = comparison.open_traffic(trace, choice.profile, expert_bytes, tokens, choice.predictor)
     settings = comparison.settings(
         choice.hardware or "rtx4090", choice.shares, batch, weight_bits, recorded.traffic.geometry
     )

@@ -44,6 +44,9 @@ Batch = Annotated[int, Option(min=1, help="Prompts that are run side by side.")]
 Temperature = Annotated[float, Option(min=0.0, help="0: the likeliest token; above 0: sample.")]
 Seed = Annotated[int, Option(min=0, help="Seed of the sampling.")]
 ProfileFolder = Annotated[Path | None, Option(metavar="DIR", help="What training learnt from other traffic.")]
+PredictorFolder = Annotated[
+    Path | None, Option(metavar="DIR", help="A trained predictor (visits) for policies that forecast.")
+]
 Hardware = Annotated[
     str | None,
     Option(metavar="FILE", help="What things cost here: a .toml of daop calibrate. [the saved one, if any]"),

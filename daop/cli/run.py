@@ -48,6 +48,7 @@ def run(
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
     profile: options.ProfileFolder = None,
+    predictor: options.PredictorFolder = None,
     hardware: options.Hardware = None,
     trace: Annotated[
         Path | None, Option(metavar="FILE", help="Record the routing (no text, no token ids) into a trace.")
@@ -87,6 +88,7 @@ def run(
         batch=min(batch, len(asked)),
         seed=seed,
         profile=None if profile is None else str(profile),
+        predictor=None if predictor is None else str(predictor),
         hardware=hardware,
         trace=None if trace is None else str(trace),
     ).resolved(machine.read_cpu())

@@ -1,4 +1,4 @@
-// One step of the running forecast of runtime/context_state.py, and the searches over it that a policy makes at
+// One step of a running forecast (runtime/running_forecast.py; here the linear one of runtime/context_state.py), and the searches over it that a policy makes at
 // every layer. The numpy code there is the plain version: it says what is computed, and the tests compare the two.
 // Called with the interpreter's lock held: a call takes a few microseconds.
 #include "context.h"
@@ -7,21 +7,44 @@
 #include <cmath>
 #include <cstring>
 
-namespace {
-
-constexpr float FLOOR = 1e-3f;
-
-// What was chosen at `layer`, its averages, counts and rate.
-void learn(const Context& c, int64_t layer, const int32_t* ids, const float* shares, int64_t n, float trust) {
-  const int64_t E = c.experts, D = c.decays;
-  float* hot = c.hot + layer * E;
+void count_uses(const Context& c, int64_t layer, const int32_t* ids, const float* shares, int64_t n) {
+  const int64_t E = c.experts;
+  float *hot = c.hot + layer * E, *counts = c.counts + layer * E, *usual = c.usual + layer * E;
   std::fill(hot, hot + E, 0.0f);
   for (int64_t i = 0; i < n; ++i) {
     c.chosen[layer * E + i] = ids[i];
     hot[ids[i]] = shares ? shares[i] : 1.0f;
   }
   c.many[layer] = static_cast<int32_t>(n);
+  c.seen[layer] += 1.0;
+  const float share = static_cast<float>(1.0 / c.seen[layer]);
+  for (int64_t e = 0; e < E; ++e) {
+    counts[e] += hot[e];
+    usual[e] = counts[e] * share;
+  }
+}
 
+void expect(const Context& c, int64_t target, int64_t rows, float trust) {
+  const int64_t E = c.experts;
+  float *sharp = c.expected + target * E, *chance = c.chance + target * E;
+  const float* usual = c.usual + target * E;
+  for (int64_t e = 0; e < E; ++e) {
+    sharp[e] = 1.0f / (1.0f + std::exp(sharp[e]));
+    chance[e] = trust * sharp[e] + (1.0f - trust) * usual[e];
+  }
+  if (rows > 1)
+    for (int64_t e = 0; e < E; ++e) chance[e] = 1.0f - std::pow(1.0f - chance[e], static_cast<float>(rows));
+}
+
+namespace {
+
+constexpr float FLOOR = 1e-3f;
+
+// What was chosen at `layer`, its averages and rate.
+void learn(const Context& c, int64_t layer, const int32_t* ids, const float* shares, int64_t n, float trust) {
+  const int64_t E = c.experts, D = c.decays;
+  count_uses(c, layer, ids, shares, n);
+  const float* hot = c.hot + layer * E;
   float* averages = c.features + layer * 2 * D * E;
   for (int64_t d = 0; d < D; ++d) {
     const float decay = c.decay[d], fresh = 1.0f - decay;
@@ -31,15 +54,10 @@ void learn(const Context& c, int64_t layer, const int32_t* ids, const float* sha
     for (int64_t e = 0; e < E; ++e) logarithm[e] = std::log(std::max(average[e], FLOOR));
   }
 
-  c.seen[layer] += 1.0;
-  const float share = static_cast<float>(1.0 / c.seen[layer]);
-  const float *medium = averages + 2 * E, *slow = averages + 3 * E;
-  float *counts = c.counts + layer * E, *usual = c.usual + layer * E, *rate = c.rate + layer * E;
-  for (int64_t e = 0; e < E; ++e) {
-    counts[e] += hot[e];
-    usual[e] = counts[e] * share;
+  const float *medium = averages + 2 * E, *slow = averages + 3 * E, *usual = c.usual + layer * E;
+  float* rate = c.rate + layer * E;
+  for (int64_t e = 0; e < E; ++e)
     rate[e] = 0.5f * trust * (medium[e] + slow[e]) + (1.0f - trust) * usual[e];
-  }
 }
 
 // sum[e] += weight * row[e] for everything that was chosen at layer `from`, whose rows begin at `rows`.
@@ -69,15 +87,7 @@ void forecast(const Context& c, int64_t layer, int64_t rows, float trust) {
     for (int64_t lag = 0; lag < c.lags; ++lag)
       add_rows(c, ((layer - lag) % c.layers + c.layers) % c.layers, table + lag * E * E, z);
     add_rows(c, target, table + c.lags * E * E, z);
-
-    float* chance = c.chance + target * E;
-    const float* usual = c.usual + target * E;
-    for (int64_t e = 0; e < E; ++e) {
-      z[e] = 1.0f / (1.0f + std::exp(z[e]));
-      chance[e] = trust * z[e] + (1.0f - trust) * usual[e];
-    }
-    if (rows > 1)
-      for (int64_t e = 0; e < E; ++e) chance[e] = 1.0f - std::pow(1.0f - chance[e], static_cast<float>(rows));
+    expect(c, target, rows, trust);
   }
 }
 

@@ -16,6 +16,28 @@ struct Context {
   int32_t* many;           // [L]
 };
 
+// What the layer used now and has used in all.
+void count_uses(const Context& context, int64_t layer, const int32_t* ids, const float* shares, int64_t n);
+
+// `expected` of the target from minus the log-odds to the chance, and `chance` from it.
+void expect(const Context& context, int64_t target, int64_t rows, float trust);
+
+// The running form of the network of predictors/network.py, for one token or the mean of several. Beside the above:
+// D its width, F its forecasts per expert, W windows of use, S = 2W: their frequencies and the logarithms.
+struct Visits {
+  const Context* context;
+  int64_t width, forecasts, windows, total, later;  // later: the forecast that the rate is told by
+  const int64_t *offsets, *heads;                   // [L + 1]; [R] the forecast that each lead is told by
+  const float* embeddings;              // [2 + W, total, D] of a choice: now, by the token before, in its past
+  const float *in, *bias, *out, *head;  // [L, D, D], [L, D], [L, D, D], [L, D, F, E]
+  const float *head_bias, *direct;      // [L, F, E], [L, F, S + 1]
+  const float *base, *blank, *decay;    // [L] usual share; [W, D] the bases of all experts, embedded; [W]
+  float *state, *work;                  // [D], [2, D]
+  float *sums, *coming;                 // [1 + W, D] embeddings of the token before and of its past; of this pass
+  float *said, *shown, *decayed, *mass;  // [F, E], [L, S, E] (frequencies less base), [W, L, E], [W]
+  int64_t *at, *visited;  // [3] layer that came last (-1: a pass begins), tokens in a row, layers shown; [L] in this pass
+};
+
 struct Search {
   const Context* context;
   const float* worth;                 // [total]

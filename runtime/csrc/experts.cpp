@@ -256,7 +256,7 @@ typedef void (*Parallel)(void (*)(void*), void*, unsigned threads, unsigned flag
 extern "C" {
 
 // Of experts.h and of what is below; runtime/native.py refuses any other.
-int daop_version() { return 4; }
+int daop_version() { return 5; }
 
 // Name of the i-th variant that this CPU can run, best first; null after the last.
 const char* daop_variant(int i) { return supported()[i].name; }

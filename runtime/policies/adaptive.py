@@ -4,9 +4,10 @@ Worth of an expert, in expected uses saved:
 
     worth = chance at its layer's next visit + STAY * usual rate of use
 
-The chance comes from ``ContextModel`` (sharp for the next layers of this token, blunter for the next
-token) blended with the plain frequency by which of the two has been right lately; so a forecast that
-stops paying loses its say, and regains it when it pays again. From it follow
+Both come from a running forecast (a trained predictor's, else the context model's: sharp for the next
+layers of this token, blunter for the next token), blended with the plain frequency by which of the two has
+been right lately; so a forecast that stops paying loses its say, and regains it when it pays again. From it
+follow
 
     victims      the least worth of what may leave; for speculation only if worth less than what comes
     look-ahead   while the link would be idle within the coming layer, the absent expert of most worth;
@@ -24,11 +25,11 @@ names is read behind this layer's own reads, so that the disk never idles (``Rea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from daop.core import FloatArray, Forecast, Geometry, Phase, Step
-from daop.runtime.context_model import LEADS, ContextModel, turns
-from daop.runtime.context_state import ContextState
 from daop.runtime.forecast_blend import ForecastBlend
+from daop.runtime.forecast_source import running_forecast
 from daop.runtime.read_window import ReadWindow
 from daop.runtime.worth import WorthTable
 
@@ -58,11 +59,7 @@ class Adaptive(Policy):
     def start(self, geometry: Geometry, slots: int, costs: Costs, view: View) -> Sequence[int]:
         super().start(geometry, slots, costs, view)
         frequency = None if self.profile is None else self.profile.frequency
-        arrays = None if self.profile is None else self.profile.arrays
-        model = ContextModel.from_arrays(arrays or {}, geometry)
-        if model is None:
-            model = ContextModel.empty(geometry, turns(LEADS, geometry.layers), frequency)
-        self._state = ContextState(model, geometry, frequency)
+        self._state = running_forecast(geometry, self.profile)
         self._table = WorthTable(self._state, geometry)
         self._native = self._state.native is not None
         base, each = NATIVE_LOOK_US
@@ -81,6 +78,9 @@ class Adaptive(Policy):
             self._blends = [ForecastBlend(geometry) for _ in range(HORIZON)]
             self._window = ReadWindow(geometry, costs)
         return uniform(geometry, slots) if frequency is None else by_frequency(frequency, slots)
+
+    def begin_sequences(self, count: int) -> None:
+        self._state.begin_sequences(count)
 
     # -- where a miss runs -----------------------------------------------------------------------
 
@@ -253,6 +253,10 @@ class Adaptive(Policy):
     @property
     def prefetching(self) -> bool:
         return not self._resting
+
+    @property
+    def forecast(self) -> dict[str, Any] | None:
+        return self._state.figures
 
     def expected(self, layer: int) -> FloatArray | None:
         chance: FloatArray = self._state.chance[layer, : self.geometry.experts[layer]]

@@ -23,7 +23,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from daop.core import BoolArray, DaopError, FloatArray, Forecast, Geometry, Phase, Registry, Step
 from daop.runtime.profile import Profile
@@ -141,7 +141,6 @@ class Policy:
     Subclasses override what they decide. ``exact`` False: may change the model's output, and says so.
     ``horizon``: how many layers of forecast ``look_ahead`` wants (0: it is never called with any);
         ``start`` may set it by the machine.
-    ``wants_reuse``: whether ``reuse`` is called once per forward pass with reuse forecasts.
     ``needs_future``: only a simulator, which knows the whole trace, can run it.
     ``profile``: what other traffic taught, set before ``start`` (None: nothing is known).
     ``plan_us``, ``look_ahead_us``: microseconds that the decisions of one decode layer take (measured by
@@ -152,7 +151,6 @@ class Policy:
 
     exact: ClassVar[bool] = True
     horizon: int = 0
-    wants_reuse: ClassVar[bool] = False
     needs_future: ClassVar[bool] = False
     plan_us: float = 10.0
     look_ahead_us: float = 0.0
@@ -192,9 +190,6 @@ class Policy:
         """Called after ``plan`` of the same step; most valuable first."""
         return ()
 
-    def reuse(self, soon: FloatArray) -> None:
-        """``soon[flat]`` [total]: forecast number of forward passes until next use (lower: sooner)."""
-
     def observe(self, outcome: Outcome) -> None:
         """The step was computed: food for adapting."""
 
@@ -204,6 +199,11 @@ class Policy:
     def prefetching(self) -> bool:
         """Whether it looks ahead at present; one that adapts may have switched that off."""
         return type(self).look_ahead is not Policy.look_ahead
+
+    @property
+    def forecast(self) -> dict[str, Any] | None:
+        """What it forecasts by, and how well that has done of late; None: it has no forecast of its own."""
+        return None
 
     def expected(self, layer: int) -> FloatArray | None:
         """Chance of each of the layer's experts to be used at its next visit, [E]; None: it has no forecast

@@ -18,7 +18,7 @@ from tiny_models import save_tiny
 
 import daop.runtime.machinery
 from daop.api import Runtime, load
-from daop.core import DaopError, FloatArray, Forecast, Phase, Step
+from daop.core import DaopError, Forecast, Phase, Step
 from daop.runtime.checkpoint import open_checkpoint
 from daop.runtime.conductor import Conductor
 from daop.runtime.files import FileReader
@@ -330,18 +330,3 @@ def test_phases_are_told_apart(model: Path) -> None:
         runtime.generate(PROMPTS, 3)
     longest = max(len(prompt) for prompt in PROMPTS)
     assert seen == [(Phase.PREFILL, 3 * longest), (Phase.DECODE, 3), (Phase.DECODE, 3)]
-
-
-def test_reuse_forecasts_have_the_right_shape_if_given(model: Path) -> None:
-    given: list[FloatArray] = []
-
-    class Note(Policy):
-        wants_reuse = True
-
-        def reuse(self, soon: FloatArray) -> None:
-            given.append(soon)
-
-    with load(model, policy=Note(), fast_memory=0) as runtime:
-        runtime.generate([PROMPTS[0]], 3)
-        total = runtime.geometry.total
-    assert all(soon.shape == (total,) for soon in given)
