@@ -23,7 +23,7 @@ class CVisits(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("width", "forecasts", "windows", "total", "later")),
         *(
             (name, ctypes.c_void_p)
-            for name in ("offsets", "heads", "embeddings", "in", "bias", "out", "head")
+            for name in ("offsets", "heads", "embeddings", "in", "out", "head", "bias")
         ),
         *((name, ctypes.c_void_p) for name in ("head_bias", "direct", "base", "blank", "decay")),
         *((name, ctypes.c_void_p) for name in ("state", "work", "sums", "coming", "said", "shown")),
@@ -51,7 +51,9 @@ class NativeVisits(NativeForecast):
             "work": np.zeros((2, width), dtype=np.float32),
             "said": np.zeros((forecasts, experts), dtype=np.float32),
         }
-        places = places_of(self._own, dict.fromkeys(("offsets", "heads", "at", "visited"), np.int64))
+        kinds: dict[str, type] = dict.fromkeys(("offsets", "heads", "at", "visited"), np.int64)
+        kinds |= dict.fromkeys(("in", "out", "head"), np.uint16)
+        places = places_of(self._own, kinds)
         self._visits = CVisits(self._at, width, forecasts, (direct - 1) // 2, total, later, **places)
         self._visits_at = ctypes.addressof(self._visits)
         pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

@@ -29,7 +29,8 @@ struct Visits {
   int64_t width, forecasts, windows, total, later;  // later: the forecast that the rate is told by
   const int64_t *offsets, *heads;                   // [L + 1]; [R] the forecast that each lead is told by
   const float* embeddings;              // [2 + W, total, D] of a choice: now, by the token before, in its past
-  const float *in, *bias, *out, *head;  // [L, D, D], [L, D], [L, D, D], [L, D, F, E]
+  const uint16_t *in, *out, *head;      // [L, D, D], [L, D, D], [L, D, F, E] bfloat16
+  const float* bias;                    // [L, D]
   const float *head_bias, *direct;      // [L, F, E], [L, F, S + 1]
   const float *base, *blank, *decay;    // [L] usual share; [W, D] the bases of all experts, embedded; [W]
   float *state, *work;                  // [D], [2, D]

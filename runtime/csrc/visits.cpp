@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 namespace {
 
@@ -19,11 +20,48 @@ void normalise(const float* x, float* out, int64_t n, bool positive) {
   for (int64_t i = 0; i < n; ++i) out[i] = positive ? std::max(x[i] * scale, 0.0f) : x[i] * scale;
 }
 
-// out[j] += x[i] * rows[i, j]; rows of zeros, about half of them behind a rectifier, are not read.
-void multiply(const float* x, const float* rows, int64_t n, int64_t columns, float* out) {
-  for (int64_t i = 0; i < n; ++i)
-    if (x[i] != 0.0f) add(out, rows + i * columns, x[i], columns);
+inline __attribute__((always_inline)) float widen(uint16_t bits) {
+  const uint32_t all = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &all, sizeof value);
+  return value;
 }
+
+// out[j] += x[i] * rows[i, j], rows in bfloat16: reading them is what takes the time. Rows for zeros, about half of
+// them behind a rectifier, are not read. Four rows at a time, so that `out` is read and written a quarter as often.
+inline __attribute__((always_inline)) void multiply_by_fours(const float* x, const uint16_t* rows, int64_t n,
+                                                             int64_t columns, float* __restrict out) {
+  const uint16_t* row[4];
+  float by[4];
+  int held = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    if (x[i] == 0.0f) continue;
+    row[held] = rows + i * columns, by[held] = x[i];
+    if (++held < 4) continue;
+    const uint16_t *a = row[0], *b = row[1], *c = row[2], *d = row[3];
+    for (int64_t j = 0; j < columns; ++j)
+      out[j] += (by[0] * widen(a[j]) + by[1] * widen(b[j])) + (by[2] * widen(c[j]) + by[3] * widen(d[j]));
+    held = 0;
+  }
+  for (int k = 0; k < held; ++k)
+    for (int64_t j = 0; j < columns; ++j) out[j] += by[k] * widen(row[k][j]);
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2,fma"))) void multiply_wide(const float* x, const uint16_t* rows, int64_t n,
+                                                       int64_t columns, float* out) {
+  multiply_by_fours(x, rows, n, columns, out);
+}
+
+void multiply(const float* x, const uint16_t* rows, int64_t n, int64_t columns, float* out) {
+  static const bool wide = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  wide ? multiply_wide(x, rows, n, columns, out) : multiply_by_fours(x, rows, n, columns, out);
+}
+#else
+void multiply(const float* x, const uint16_t* rows, int64_t n, int64_t columns, float* out) {
+  multiply_by_fours(x, rows, n, columns, out);
+}
+#endif
 
 // The pass that ended becomes the past.
 void end_pass(const Visits& v) {

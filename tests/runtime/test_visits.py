@@ -17,7 +17,7 @@ from daop.predictors.network import shapes, sigmoid
 from daop.predictors.visit_task import AHEAD, FORECASTS
 from daop.predictors.visits import Visits
 from daop.runtime.native_context import load_context
-from daop.runtime.visit_state import VisitState
+from daop.runtime.visit_state import VisitState, lengthened, shortened
 
 WIDTH = 8
 needs_library = pytest.mark.skipif(load_context() is None, reason="the compiled library is not built")
@@ -37,7 +37,7 @@ def predictor_of(geometry: Geometry, seed: int) -> Visits:
     """Weights by chance; only their order in the sums matters here."""
     rng = np.random.default_rng(seed)
     arrays = {
-        name: rng.normal(0, 0.4, shape).astype(np.float32)
+        name: lengthened(shortened(rng.normal(0, 0.4, shape)))  # the running form rounds the large ones
         for name, shape in shapes(geometry, WIDTH, FORECASTS, Visits.sight).items()
     }
     arrays["rank"] = np.ones(geometry.top_k, dtype=np.float32)
