@@ -11,6 +11,10 @@ import pytest
 from excerpt import GEOMETRY, excerpt, profile, replay
 
 from daop.core import DaopError, Geometry, Phase, Step
+from daop.predictors.base import State
+from daop.predictors.network import shapes
+from daop.predictors.visit_task import FORECASTS
+from daop.predictors.visits import Visits
 from daop.runtime import context_model
 from daop.runtime.context_model import ContextModel
 from daop.runtime.context_state import ContextState
@@ -55,6 +59,16 @@ def misled() -> Profile:
     return replace(known, arrays=arrays)
 
 
+def raving() -> Profile:
+    """A predictor that says anything but what it was asked."""
+    rng = np.random.default_rng(3)
+    arrays = {
+        name: rng.normal(0, 0.5, shape).astype(np.float32)
+        for name, shape in shapes(GEOMETRY, 16, FORECASTS, Visits.sight).items()
+    }
+    return replace(profile(), predictor=Visits(width=16).restore(State(arrays=arrays), GEOMETRY))
+
+
 def speeds(slots: int, traffic: Traffic, known: Profile) -> tuple[float, float]:
     """(adaptive, the best of the static placements and ``balanced``) in tokens per second."""
     others = ("static", "static_frequency", "balanced")
@@ -69,8 +83,13 @@ def test_it_pays_on_traffic_that_it_has_not_seen() -> None:
 
 @pytest.mark.parametrize(
     ("slots", "traffic", "known"),
-    [(MOST, unseen, informed), (QUARTER, shuffled, informed), (QUARTER, unseen, misled)],
-    ids=["three-quarters-resident", "unpredictable-traffic", "forecast-always-wrong"],
+    [
+        (MOST, unseen, informed),
+        (QUARTER, shuffled, informed),
+        (QUARTER, unseen, misled),
+        (QUARTER, unseen, raving),
+    ],
+    ids=["three-quarters-resident", "unpredictable-traffic", "forecast-always-wrong", "predictor-raves"],
 )
 def test_it_is_never_a_loss(slots: int, traffic: Callable[[], Traffic], known: Callable[[], Profile]) -> None:
     mine, best = speeds(slots, traffic(), known())
