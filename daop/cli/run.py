@@ -62,6 +62,7 @@ def run(
     """Generate text with a model of yours."""
     output = Output(json)
     check_folder("--profile", profile)
+    check_folder("--predictor", predictor)
     check_machines(hardware)
     check_output("--html", html, force)
     check_output("--timeline", timeline, force)

@@ -37,7 +37,9 @@ def predictor_of(geometry: Geometry, seed: int) -> Visits:
     """Weights by chance; only their order in the sums matters here."""
     rng = np.random.default_rng(seed)
     arrays = {
-        name: lengthened(shortened(rng.normal(0, 0.4, shape)))  # the running form rounds the large ones
+        name: lengthened(
+            shortened(rng.normal(0, 0.4, shape).astype(np.float32))
+        )  # the running form rounds the large ones
         for name, shape in shapes(geometry, WIDTH, FORECASTS, Visits.sight).items()
     }
     arrays["rank"] = np.ones(geometry.top_k, dtype=np.float32)
