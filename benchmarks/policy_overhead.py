@@ -5,7 +5,8 @@
 Made-up traffic (labelled as such): each layer keeps its previous choice with probability 0.6 per expert
 and else draws by a Zipf law, so that policies hit and miss as on real traces. Bookkeeping is not counted.
 ``plan`` holds everything waits for (plan and the victims of demand); ``look_ahead`` runs beside the
-compute. Medians over all decode layers. The last line is JSON.
+compute. Medians over all decode layers. ``--visits`` adds ``adaptive`` on that predictor, with weights by
+chance, which cost what others cost. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from daop.core import Forecast, Geometry, Phase, Step
 from daop.hardware import load
+from daop.predictors.base import State
+from daop.predictors.network import shapes
+from daop.predictors.visit_task import FORECASTS
+from daop.predictors.visits import Visits
 from daop.runtime.costs import HardwareCosts
 from daop.runtime.policies.base import POLICIES, Costs, Outcome, Plan, Policy, Prefetch, View, make_policy
 from daop.runtime.profile import Profile
@@ -110,6 +116,16 @@ def measure(name: str, traffic: Traffic, profile: Profile, ecr: float) -> dict[s
     }
 
 
+def with_visits(profile: Profile) -> Profile:
+    """With a predictor that knows nothing."""
+    geometry, rng = profile.geometry, np.random.default_rng(0)
+    arrays = {
+        name: rng.normal(0, 0.1, shape).astype(np.float32)
+        for name, shape in shapes(geometry, Visits().width, FORECASTS, Visits.sight).items()
+    }
+    return replace(profile, predictor=Visits().restore(State(arrays=arrays), geometry))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--layers", type=int, default=48)
@@ -118,6 +134,7 @@ def main() -> None:
     parser.add_argument("--ecr", type=float, default=0.25)
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--policies", default="all")
+    parser.add_argument("--visits", action="store_true")
     options = parser.parse_args()
     geometry = Geometry.uniform(options.layers, options.experts, options.top_k, 9_400_000)
     traffic = made_up(geometry, options.tokens)
@@ -127,8 +144,11 @@ def main() -> None:
     print(f"made-up traffic, {options.layers} x {options.experts} experts, top-{options.top_k}")
     print(f"{'policy':22}{'plan us':>10}{'look-ahead us':>15}{'both, median':>14}{'both, p95':>12}")
     rows = {}
-    for name in names:
-        rows[name] = row = measure(name, traffic, profile, options.ecr)
+    asked = [(name, name, profile) for name in names]
+    if options.visits:
+        asked.append(("adaptive on visits", "adaptive", with_visits(profile)))
+    for name, policy, known in asked:
+        rows[name] = row = measure(policy, traffic, known, options.ecr)
         print(
             f"{name:22}{row['plan_us']:10.1f}{row['look_ahead_us']:15.1f}"
             f"{row['both_us']:14.1f}{row['both_p95_us']:12.1f}"

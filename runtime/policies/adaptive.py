@@ -45,7 +45,9 @@ SMOOTH = 0.05
 # Microseconds charged. The first two are measured (benchmarks/policy_overhead.py), the look-ahead's are what
 # a quiet core is assumed to need: on a shared 2 GHz core it took 126 (24 x 32 experts) and 183 (48 x 128).
 HIT_US, MISS_US, LOOK_US, REST_US = 2.0, 10.0, 100.0, 1.0
-NATIVE_LOOK_US = (28.0, 0.35)  # measured with the compiled library: 39 for layers of 32 experts, 75 of 128
+# Measured with the compiled library: a part, and one for each expert of a layer (36 to 39 us for 32, 71 to 75 for
+# 128 on the context model; 51 and 81 on visits).
+NATIVE_LOOK_US = {"context model": (28.0, 0.35), "visits": (41.0, 0.31)}
 GLANCE, GLANCE_US = 0.8, 55.0
 SLEEP, WAKE = 0.15, 0.3  # of the look-ahead's own cost, what stalls must cost to be worth it
 
@@ -62,7 +64,7 @@ class Adaptive(Policy):
         self._state = running_forecast(geometry, self.profile)
         self._table = WorthTable(self._state, geometry)
         self._native = self._state.native is not None
-        base, each = NATIVE_LOOK_US
+        base, each = NATIVE_LOOK_US[self._state.source]
         self._look_us = base + each * max(geometry.experts) if self._native else LOOK_US
         self._copy = max(costs.copy(begin) for begin in geometry.offsets[:-1])
         self._layer_seconds = costs.layer(1)
