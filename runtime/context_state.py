@@ -11,7 +11,7 @@ from daop.core import FloatArray, Geometry, Step
 
 from .context_model import DECAYS, FLOOR, LAGS, ContextModel
 from .native_context import NativeContext, load_context
-from .running_forecast import CERTAIN, RunningForecast
+from .running_forecast import RunningForecast
 
 HALF = len(DECAYS)
 
@@ -89,8 +89,7 @@ class ContextState(RunningForecast):
         rate = self.rate[layer]
         np.add(averages[2], averages[3], out=rate)
         rate *= 0.5 * self.trust
-        if self.trust < CERTAIN:
-            rate += (1.0 - self.trust) * self.usual[layer]
+        rate += (1.0 - self.trust) * self.usual[layer]
 
     def _forecast(self, layer: int, rows: int) -> None:
         targets = self.targets[layer]

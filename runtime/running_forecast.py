@@ -23,7 +23,6 @@ from .native_context import NativeForecast
 PRIOR = 200.0  # tokens that a profile's frequency counts for
 MEMORY = 0.98  # of the running log losses
 SHARPNESS = 160.0  # how fast a better log loss wins the blend
-CERTAIN = 0.999  # trust from which the frequency has no say
 CHECK_EVERY = 7  # steps between two comparisons of the forecasts
 
 
@@ -118,9 +117,8 @@ class RunningForecast(ABC):
     def _expect(self, targets: NDArray[Any], sharp: FloatArray, rows: int) -> None:
         """The sharp forecast [R, E] for the next visits of ``targets``; it may be overwritten."""
         self._expected[targets] = sharp
-        if self.trust < CERTAIN:
-            sharp *= self.trust
-            sharp += (1 - self.trust) * self.usual[targets]
+        sharp *= self.trust
+        sharp += (1 - self.trust) * self.usual[targets]
         if rows > 1:
             sharp = 1.0 - (1.0 - sharp) ** rows
         self.chance[targets] = sharp

@@ -22,7 +22,7 @@ from daop.predictors.network import FLOOR, normalise, sigmoid
 from .context_model import turns
 from .native_context import load_context
 from .native_visits import NativeVisits
-from .running_forecast import CERTAIN, RunningForecast
+from .running_forecast import RunningForecast
 
 if TYPE_CHECKING:
     from daop.predictors.visits import Visits
@@ -128,10 +128,7 @@ class VisitState(RunningForecast):
         targets = self.targets[layer]
         self._expect(targets, self._chances(said, layer, self._heads, targets), step.rows)
         later = self._chances(said, layer, np.asarray([self._later]), np.asarray([layer]))[0]
-        rate = self.trust * later
-        if self.trust < CERTAIN:
-            rate += (1.0 - self.trust) * self.usual[layer]
-        self.rate[layer] = rate
+        self.rate[layer] = self.trust * later + (1.0 - self.trust) * self.usual[layer]
 
     def _chances(self, said: FloatArray, layer: int, heads: Ids, targets: Ids) -> FloatArray:
         """[R, E] what these forecasts say of these layers' experts."""

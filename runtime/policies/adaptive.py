@@ -45,8 +45,8 @@ SMOOTH = 0.05
 # Microseconds charged. The first two are measured (benchmarks/policy_overhead.py), the look-ahead's are what
 # a quiet core is assumed to need: on a shared 2 GHz core it took 126 (24 x 32 experts) and 183 (48 x 128).
 HIT_US, MISS_US, LOOK_US, REST_US = 2.0, 10.0, 100.0, 1.0
-# Measured with the compiled library: a part, and one for each expert of a layer (36 to 39 us for 32, 71 to 75 for
-# 128 on the context model; 51 and 81 on visits).
+# Measured with the compiled library: a part, and one for each expert of a layer (36 to 39 us for 32 and 71 to
+# 75 for 128 on the context model, 51 and 81 on visits).
 NATIVE_LOOK_US = {"context model": (28.0, 0.35), "visits": (41.0, 0.31)}
 GLANCE, GLANCE_US = 0.8, 55.0
 SLEEP, WAKE = 0.15, 0.3  # of the look-ahead's own cost, what stalls must cost to be worth it
