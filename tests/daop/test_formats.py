@@ -125,7 +125,7 @@ def test_what_computing_rests_on_is_always_said() -> None:
     kinds = {name: machine_for(profile, name, name)[1] for name in BITS}
     assert {name for name, basis in kinds.items() if basis.kind == "assumed"} == set(profile.shares)
     assert kinds["f32"].kind == "unknown"
-    assert "host_gbs x 0.87" in kinds["int8"].text
+    assert "host_gbs x 0.7" in kinds["int8"].text
     assert "expert_kernels" in kinds["int8"].why
     assert machine_for(profile, None, "keep")[1].kind == "unknown"
     lines = list(footnotes([basis.as_dict() for basis in kinds.values()]))
@@ -174,7 +174,7 @@ def test_shares_need_a_reason_and_sense() -> None:
     with pytest.raises(DaopError, match=r"no source for .'formats'"):
         parse(text.replace("\nformats = ", "\nbecause = "), "mine.toml")
     with pytest.raises(DaopError, match=r"formats\.int8.: host of a format's shares is -1"):
-        parse(text.replace("host = 0.87", "host = -1"), "mine.toml")
+        parse(text.replace("host = 0.7", "host = -1"), "mine.toml")
 
 
 def test_a_file_of_the_first_version_is_read() -> None:
