@@ -6,8 +6,10 @@ needs none of them.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import signal
 from importlib import util
 from typing import Any
 
@@ -32,6 +34,7 @@ COMMANDS = {
 
 UNUSABLE = 2
 INTERRUPTED = 130  # as a shell says that Ctrl-C ended a command
+ENDS = ("SIGTERM", "SIGHUP")
 
 
 class LazyGroup(TyperGroup):
@@ -57,6 +60,13 @@ class LazyGroup(TyperGroup):
             return super().invoke(ctx)
         except DaopError as error:
             if os.environ.get("DAOP_DEBUG") == "1":
+                raise
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(UNUSABLE) from error
+        except (
+            OSError
+        ) as error:  # a full disk, a file that may not be read; a closed pipe is click's to handle
+            if error.errno == errno.EPIPE or os.environ.get("DAOP_DEBUG") == "1":
                 raise
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(UNUSABLE) from error
@@ -105,7 +115,15 @@ def _options(
 
 
 def main() -> None:
+    for name in ENDS:
+        if signal.getsignal(number := getattr(signal, name)) is signal.SIG_DFL:  # nohup has it ignored
+            signal.signal(number, _end)
     app()
+
+
+def _end(number: int, _: object) -> None:
+    """End as an exception does, so that temporary files go and a recording keeps what it has."""
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":
