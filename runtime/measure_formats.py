@@ -21,6 +21,7 @@ from .formats import format_of, layout_in
 from .host_compute import FEW_ROWS, HostExperts
 from .layout import ExpertForm, ExpertLayout
 from .measure_host import Times, experts_held
+from .native import load_kernels
 
 TOKENS = (1, 4, FEW_ROWS, FEW_ROWS + 1, 64, 256)
 """Up to FEW_ROWS the native kernels compute every format; beyond it, depending on CPU and format, torch."""
@@ -30,12 +31,14 @@ def own_curve(layout: ExpertLayout, computed: Mapping[int, Times]) -> Curve:
     """From the timings of a model's own experts, by tokens."""
     micro = {n: float(f"{typical(times) * 1e6:.4g}") for n, times in computed.items()}
     each = ", ".join(f"{n} tokens {spread(times)}" for n, times in computed.items())
+    kernels = load_kernels()
+    with_what = "without the compiled kernels" if kernels is None else f"kernels {kernels.variant}"
     return Curve(
         format=format_of(layout),
         nbytes=layout.stored_bytes,
         tokens=tuple(micro),
         microseconds=tuple(micro.values()),
-        source=f"{torch.get_num_threads()} threads: {each}",
+        source=f"{torch.get_num_threads()} threads, {with_what}: {each}",
     )
 
 
