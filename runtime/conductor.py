@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from daop.core import Forecast, Phase, Step
+from daop.core import DaopError, Forecast, Phase, Step
 
 from .engine import Engine, EngineView
 from .policies.base import Costs, Outcome, Plan, Policy
@@ -78,6 +78,8 @@ class Conductor:
         chosen: list[int] = []
         asked = self.policy.start(residency.geometry, residency.capacity, self.costs, self.view)
         for flat in dict.fromkeys(asked):
+            if not 0 <= flat < residency.geometry.total:
+                raise self._wrong(f"start named expert {flat}, of {residency.geometry.total}")
             if residency.free_slots(flat):
                 self.engine.fetch(flat, residency.reserve(flat, speculative=False), demand=True)
                 self.statistics.bytes.start += self._bytes_of[flat]
@@ -136,6 +138,8 @@ class Conductor:
             watcher.forecast(step, forecasts)
         for prefetch in self.policy.look_ahead(step, forecasts, self.view):
             flat = prefetch.flat
+            if not 0 <= flat < residency.geometry.total:
+                raise self._wrong(f"look_ahead named expert {flat}, of {residency.geometry.total}")
             if residency.is_resident(flat) or residency.is_filling(flat):
                 continue
             if not residency.free_slots(flat):
@@ -257,10 +261,16 @@ class Conductor:
                     break
         return residency.free_slots(flat)
 
+    def _wrong(self, what: str) -> DaopError:
+        return DaopError(f"policy {type(self.policy).__name__} gave an answer that it may not give: {what}")
+
     def _evict(self, flat: int) -> None:
         if self._speculated and self.residency.is_prefetched(flat):
             self._end(flat, "wasted")
-        self.residency.evict(flat)
+        try:
+            self.residency.evict(flat)
+        except (AssertionError, IndexError) as error:
+            raise self._wrong(f"expert {flat} as a victim: {error}") from error
 
     def _check(
         self, step: Step, ready: Sequence[int], coming: Sequence[int], stream: Sequence[int], plan: Plan
@@ -270,9 +280,8 @@ class Conductor:
         if served != len(step.experts) or (
             served > len(ready) and sorted([*ready, *coming, *stream, *plan.host]) != list(step.experts)
         ):
-            raise AssertionError(
-                f"policy {type(self.policy).__name__} served layer {step.layer} wrongly: "
-                f"chosen {list(step.experts)}, ready {list(ready)}, planned {plan}"
+            raise self._wrong(
+                f"layer {step.layer} chose {list(step.experts)}, ready were {list(ready)}, planned {plan}"
             )
 
     # -- the news --------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class Statistics:
     def as_dict(self) -> dict[str, Any]:
         return {
             "hit_rate": self.hit_rate(Phase.DECODE)
-            if self.hits[1].any() or self.misses[1].any()
+            if (self.hits[1] + self.misses[1] + self.lates[1]).any()
             else self.hit_rate(),
             "hit_rate_prefill": self.hit_rate(Phase.PREFILL),
             "hit_rate_by_layer": self.hit_rate_by_layer(),

@@ -25,7 +25,7 @@ from daop.runtime.files import FileReader
 from daop.runtime.host_compute import HostExperts
 from daop.runtime.host_executor import HostExecutor
 from daop.runtime.model import build_model
-from daop.runtime.policies.base import POLICIES, Policy, Prefetch, View
+from daop.runtime.policies.base import POLICIES, Plan, Policy, Prefetch, View
 from daop.runtime.policies.lru import Lru
 from daop.runtime.reference import reference_experts
 from daop.runtime.transfers import FileTransfers
@@ -252,6 +252,24 @@ PLACES = [
     (Conductor, "look_ahead"),
     (Conductor, "arrived"),
 ]
+
+
+WRONG: dict[str, Any] = {
+    "start": lambda *_: [18],
+    "plan": lambda *_: Plan(),
+    "victims": lambda *_: [0, 0],
+    "look_ahead": lambda *_: [Prefetch(99, 1.0)],
+}
+
+
+@pytest.mark.parametrize("asked", WRONG)
+def test_a_policy_that_answers_wrongly_is_named(model: Path, asked: str) -> None:
+    mine = type("Mine", (Lru,), {asked: staticmethod(WRONG[asked]), "horizon": 1})
+    with (
+        pytest.raises(DaopError, match="policy Mine gave an answer that it may not give"),
+        load(model, policy=mine(), fast_memory=slots(model, 4)) as runtime,
+    ):
+        runtime.generate([PROMPTS[0]], STEPS)
 
 
 def until_it_breaks(runtime: Runtime) -> None:
