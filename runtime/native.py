@@ -8,6 +8,7 @@ torch, and ``native_status`` says so. ``python -m daop.runtime.native`` builds t
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 from array import array
@@ -24,6 +25,8 @@ from daop.core import DaopError
 from .codecs.base import SCALE
 from .layout import ExpertForm, ExpertLayout
 from .native_library import VERSION, build, library_path
+
+log = logging.getLogger(__name__)
 
 DTYPE_CODES = {"F32": 0, "F16": 1, "BF16": 2}
 HIDDEN_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -63,7 +66,7 @@ class Kernels:
         library = ctypes.CDLL(str(path))  # releases the GIL while it computes
         library.daop_version.restype = ctypes.c_int
         if library.daop_version() != VERSION:
-            raise OSError(f"{path} was built from another version of daop; build it again")
+            raise OSError(f"{path} was built from another version of daop")
         library.daop_variant.restype = ctypes.c_char_p
         self.variants: list[str] = []
         while name := library.daop_variant(len(self.variants)):
@@ -247,7 +250,9 @@ def _load(setting: str) -> tuple[Kernels | None, str]:
     try:
         kernels = Kernels(path, setting)
     except (OSError, AttributeError) as error:
-        return None, f"cannot be loaded: {error}"
+        reason = f"cannot be loaded: {error}; build them with: python -m daop.runtime.native"
+        log.warning("The native kernels %s. Until then experts on the host run on torch, slower.", reason)
+        return None, reason
     if not kernels.threaded:
         return kernels, "single-threaded: torch here runs on no OpenMP library whose threads they could share"
     return kernels, ""

@@ -126,13 +126,16 @@ def test_found_and_forced(library: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         native.native_status()
 
 
-def test_damaged_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_damaged_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "_experts.so").write_bytes(b"not a library")
     monkeypatch.delenv("DAOP_NATIVE", raising=False)
     monkeypatch.setattr(native_library, "HERE", tmp_path)
     available, _, reason = native.native_status()
     assert not available
     assert "cannot be loaded" in reason
+    assert reason in caplog.text
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
