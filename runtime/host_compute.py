@@ -32,7 +32,7 @@ import torch
 
 from .batch import Batch, group
 from .layout import ExpertForm, ExpertLayout
-from .native import Kernels, describe_form, load_kernels, padded
+from .native import Kernels, describe_form, for_hidden, load_kernels, padded
 from .torch_compute import TorchExperts, has_bf16_arithmetic
 
 __all__ = ["Batch", "HostExperts"]
@@ -61,6 +61,7 @@ class HostExperts:
         self._torch = TorchExperts(form, layout.codec)
         self._kernels = load_kernels() if kernels == "auto" else kernels
         self._native_form = describe_form(layout, form)
+        self._native_short = for_hidden(self._native_form, torch.bfloat16)
         columns = form.transposed or form.down_is_transposed
         self._native_rows = FEW_ROWS if columns or has_bf16_arithmetic() else 1 << 62
         if self._kernels is None or self._native_form is None:
@@ -109,7 +110,8 @@ class HostExperts:
         return self._torch(self.layout.views(slot), batch.hidden[pairs // batch.top_k], batch.weights[pairs])
 
     def _run_native(self, batch: Batch, positions: list[int], addresses: list[int], rows: int) -> None:
-        kernels, form = self._kernels, self._native_form
+        single = batch.hidden.dtype == torch.float32
+        kernels, form = self._kernels, self._native_form if single else self._native_short
         if kernels is None or form is None:
             raise AssertionError("only experts that the kernels know come here")
         if batch.prepared is None:

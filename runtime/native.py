@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 DTYPE_CODES = {"F32": 0, "F16": 1, "BF16": 2}
 HIDDEN_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "relu2": 4, "gpt_oss": 5}
+MXFP4, MXFP4_SHORT = 6, 7
 PAD = 128  # a row of activations is padded to a multiple of this: the widest kernel's step, the largest group
 
 
@@ -204,6 +205,16 @@ def describe_form(layout: ExpertLayout, form: ExpertForm) -> CForm | None:
         DTYPE_CODES.get(scale.dtype, -1) if scale is not None else -1,
         bias,
     )
+
+
+def for_hidden(form: CForm | None, dtype: torch.dtype) -> CForm | None:
+    """The form for hidden states of that dtype: with MXFP4 weights, those of 16 bits need no
+    activations of 22."""
+    if form is None or form.dtype != MXFP4 or dtype == torch.float32:
+        return form
+    short = CForm.from_buffer_copy(form)
+    short.dtype = MXFP4_SHORT
+    return short
 
 
 def _dtype_codes(layout: ExpertLayout) -> tuple[int, int] | None:

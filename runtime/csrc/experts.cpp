@@ -43,6 +43,7 @@ constexpr int64_t GROUP = 8;
 
 INLINE constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 constexpr bool is_integer(int32_t dtype) { return dtype == INT8 || dtype == INT4; }
+constexpr bool is_mxfp4(int32_t dtype) { return dtype >= MXFP4; }
 constexpr bool is_coded(int32_t dtype) { return dtype >= INT8; }
 
 INLINE float value_at(const char* at, int32_t dtype) {
@@ -256,7 +257,7 @@ typedef void (*Parallel)(void (*)(void*), void*, unsigned threads, unsigned flag
 extern "C" {
 
 // Of experts.h and of what is below; runtime/native.py refuses any other.
-int daop_version() { return 5; }
+int daop_version() { return 6; }
 
 // Name of the i-th variant that this CPU can run, best first; null after the last.
 const char* daop_variant(int i) { return supported()[i].name; }

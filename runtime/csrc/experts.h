@@ -2,7 +2,8 @@
 #pragma once
 #include <cstdint>
 
-enum Dtype : int32_t { F32 = 0, F16 = 1, BF16 = 2, INT8 = 3, INT4 = 4, FP8 = 5, MXFP4 = 6 };
+enum Dtype : int32_t { F32 = 0, F16 = 1, BF16 = 2, INT8 = 3, INT4 = 4, FP8 = 5, MXFP4 = 6,
+                       MXFP4_SHORT = 7 };  // the same, for a model whose hidden states have 16 bits
 enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, GPT_OSS = 5 };
 
 // One family's experts. Offsets are in bytes from the slot's start, -1: there is none. Steps are in values.

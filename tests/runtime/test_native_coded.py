@@ -47,6 +47,20 @@ def test_odd_shapes(name: str, kernels: Kernels) -> None:
             check(layer, kernels)
 
 
+@pytest.mark.parametrize("hidden", [torch.bfloat16, torch.float16])
+def test_mxfp4_in_models_of_16_bits(hidden: torch.dtype, kernels: Kernels) -> None:
+    """Activations are rounded to 16 bits of a block's largest: far below the dtype's own rounding."""
+    layer = make_coded_layer(Mxfp4(), FORMS["gpt_oss"][0], tokens=22)
+    layer.hidden = layer.hidden.to(hidden).float()
+    wanted = definition(layer)
+    layer.hidden = layer.hidden.to(hidden)
+    host = HostExperts(layer.layout, layer.form, layer.count, kernels=kernels)
+    batch = host.begin(layer.hidden, layer.ids, layer.weights)
+    host.run(batch, batch.experts, [layer.slab[expert] for expert in batch.experts])
+    off = (host.total(batch).double() - wanted).abs()
+    assert float(off.max() / wanted.abs().max()) < 2e-4
+
+
 @pytest.mark.parametrize("bias", [torch.float32, torch.float16])
 @pytest.mark.parametrize("hidden", [torch.bfloat16, torch.float16])
 def test_dtypes_beside_the_weights(
