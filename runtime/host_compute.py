@@ -130,7 +130,16 @@ class HostExperts:
             self._scratch = torch.empty(rows * self._width)
         out = torch.empty(rows, self.form.hidden)
         kernels.run(
-            form, batch.prepared, addresses, starts, pairs, batch.weights, batch.top_k, self._scratch, out
+            form,
+            batch.prepared,
+            addresses,
+            starts,
+            pairs,
+            batch.weights,
+            batch.top_k,
+            self._scratch,
+            out,
+            batch.hidden.dtype,
         )
         if in_order and first == batch.turn:
             kernels.add(out, pairs, batch.top_k, batch.sum)  # all at once: it is their turn, in this order

@@ -57,6 +57,7 @@ class CCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("form", "x", "slots", "starts", "pairs", "weights")),
         *((name, ctypes.c_void_p) for name in ("inner", "out")),
         *((name, ctypes.c_int64) for name in ("tasks", "top_k", "x_width", "inner_width")),
+        ("x_dtype", ctypes.c_int32),
     )
 
 
@@ -124,9 +125,11 @@ class Kernels:
         top_k: int,
         scratch: torch.Tensor,
         out: torch.Tensor,
+        hidden: torch.dtype,
     ) -> None:
         """Experts at addresses ``slots``, of which the i-th computes rows starts[i]..starts[i + 1] of
-        ``pairs``: out [rows, H]. ``scratch`` is float32 of at least rows x padded I."""
+        ``pairs``: out [rows, H]. ``x`` is what ``prepare`` made of hidden states of dtype ``hidden``;
+        ``scratch`` is float32 of at least rows x padded I."""
         count = len(slots)
         table = array("q", (*slots, *starts))
         at = table.buffer_info()[0]
@@ -143,6 +146,7 @@ class Kernels:
             top_k,
             x.shape[1],
             padded(form.inner),
+            HIDDEN_CODES[hidden],
         )
         self._run(self.index, ctypes.addressof(call), self._parallel, torch.get_num_threads())
 

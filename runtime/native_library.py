@@ -17,7 +17,7 @@ from pathlib import Path
 from daop.core import DaopError
 
 HERE = Path(__file__).resolve().parent
-VERSION = 6  # of what crosses between Python and csrc/
+VERSION = 7  # of what crosses between Python and csrc/
 SOURCES = ("experts.cpp", "context.cpp", "visits.cpp")
 
 

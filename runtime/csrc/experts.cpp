@@ -133,6 +133,21 @@ INLINE float activate(const Form& form, float gate, float up) {
 #define TARGET __attribute__((target("avx512f,avx2,fma,f16c")))
 #endif
 #include "kernels.inc"
+#undef VARIANT
+#undef TARGET
+
+#if __clang_major__ >= 9 || __GNUC__ >= 11  // clang says that it is GCC 4
+#define VARIANT avx512bf16
+#define BF16_DOT
+#if defined(DAOP_EMULATE_AVX512)
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#else
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")))
+#endif
+#include "kernels.inc"
+#undef VARIANT
+#undef TARGET
+#endif
 #endif
 
 #if defined(__aarch64__)
@@ -169,17 +184,30 @@ struct Variant {
 // What this CPU can run, best first; ended by an entry without a name.
 const Variant* supported() {
   static const Variant* const list = [] {
-    static Variant found[5] = {};
+    static Variant found[6] = {};
     int n = 0;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                       __builtin_cpu_supports("f16c");
 #if defined(DAOP_EMULATE_AVX512)
-    const bool avx512f = true, vnni = true;
+    const bool avx512f = true, vnni = true, bf16 = true;
 #else
     const bool avx512f = __builtin_cpu_supports("avx512f");
     const bool vnni = __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+#if defined(BF16_DOT)
+    const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl");
+#endif
+#endif
+#if defined(BF16_DOT)
+    if (avx2 && avx512f && bf16)
+      found[n++] = {"avx512bf16",
+                    avx512bf16::prepare,
+                    avx512bf16::tile,
+                    avx512bf16::read,
+                    vnni ? coded_vnni::store_row : coded_avx2::store_row,
+                    vnni ? coded_vnni::tile : coded_avx2::tile};
 #endif
     if (avx2 && avx512f && vnni)
       found[n++] = {"avx512vnni", avx512::prepare,       avx512::tile,    avx512::read,
@@ -257,7 +285,7 @@ typedef void (*Parallel)(void (*)(void*), void*, unsigned threads, unsigned flag
 extern "C" {
 
 // Of experts.h and of what is below; runtime/native.py refuses any other.
-int daop_version() { return 6; }
+int daop_version() { return 7; }
 
 // Name of the i-th variant that this CPU can run, best first; null after the last.
 const char* daop_variant(int i) { return supported()[i].name; }

@@ -34,4 +34,5 @@ struct Call {
   float* inner;           // scratch, [rows, inner_width]
   float* out;             // [rows, H]: outputs, router weights applied
   int64_t tasks, top_k, x_width, inner_width;
+  int32_t x_dtype;  // of the hidden states that daop_prepare was given
 };

@@ -17,8 +17,9 @@ from daop.core import DaopError
 from daop.runtime import native_library
 from daop.runtime.native import Kernels
 
-# avx512vnni has avx512's kernels for plain weights, and its own for quantised ones.
-VARIANTS = ["neon_dots", "neon"] if platform.machine() == "aarch64" else ["avx512vnni", "avx2", "portable"]
+# avx512vnni has avx512's kernels for plain weights and its own for quantised ones, which avx512bf16 has too.
+X86 = ["avx512bf16", "avx512vnni", "avx2", "portable"]
+VARIANTS = ["neon_dots", "neon"] if platform.machine() == "aarch64" else X86
 
 
 @pytest.fixture(scope="module")

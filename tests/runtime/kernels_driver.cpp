@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 #include <vector>
 
 static uint32_t state = 1;
@@ -24,7 +25,7 @@ struct Shape {
   int64_t hidden, inner, tokens;
 };
 
-static int check(int variant, int32_t dtype, int flags, Shape shape) {
+static int check(int variant, int32_t dtype, int32_t hidden_dtype, int flags, Shape shape) {
   const int64_t size = dtype == F32 ? 4 : 2, H = shape.hidden, I = shape.inner, T = shape.tokens;
   Form form = {};
   form.hidden = H, form.inner = I, form.dtype = dtype, form.activation = flags % 6, form.alpha = 1.7f, form.limit = 7;
@@ -47,16 +48,21 @@ static int check(int variant, int32_t dtype, int flags, Shape shape) {
   for (int64_t at = 0; at < static_cast<int64_t>(slot.size()); at += size) put(slot, at, dtype, noise() * 0.3f);
 
   std::vector<float> hidden(T * H), weights(T), out(T * H);
-  for (float& v : hidden) v = noise();
+  const int64_t given = hidden_dtype == F32 ? 4 : 2;
+  std::vector<char> stored(T * H * given);
+  for (int64_t i = 0; i < T * H; ++i) {
+    put(stored, i * given, hidden_dtype, noise());
+    hidden[i] = value_at(&stored[i * given], hidden_dtype);
+  }
   for (float& v : weights) v = noise();
   std::vector<int64_t> pairs(T);
   for (int64_t t = 0; t < T; ++t) pairs[t] = T - 1 - t;
   const int64_t slots[] = {reinterpret_cast<int64_t>(slot.data())}, starts[] = {0, T};
   const int64_t x_width = round_up(H, 32), inner_width = round_up(I, 32);
   std::vector<float> x(T * x_width), inner(T * inner_width, NAN);
-  daop_prepare(variant, &form, hidden.data(), F32, T, x_width, nullptr, x.data());
+  daop_prepare(variant, &form, stored.data(), hidden_dtype, T, x_width, nullptr, x.data());
   const Call call = {&form,        x.data(), slots, starts, pairs.data(), weights.data(), inner.data(), out.data(), 1, 1,
-                     x_width, inner_width};
+                     x_width, inner_width, hidden_dtype};
   daop_run(variant, &call, nullptr, 1);
   std::vector<float> sum(T * H);
   daop_add(out.data(), pairs.data(), T, 1, H, sum.data());
@@ -83,8 +89,8 @@ static int check(int variant, int32_t dtype, int flags, Shape shape) {
       if (!form.scales_input) y *= w;
       const double error = std::fabs(y - sum[t * H + h]);
       if (!(error <= 1e-4 * (1 + std::fabs(y)))) {
-        printf("variant %s dtype %d flags %d shape %ldx%ld tokens %ld: %g instead of %g\n", daop_variant(variant), dtype,
-               flags, static_cast<long>(H), static_cast<long>(I), static_cast<long>(T), sum[t * H + h], y);
+        printf("variant %s dtypes %d %d flags %d shape %ldx%ld tokens %ld: %g instead of %g\n", daop_variant(variant), dtype,
+               hidden_dtype, flags, static_cast<long>(H), static_cast<long>(I), static_cast<long>(T), sum[t * H + h], y);
         return 1;
       }
     }
@@ -177,7 +183,7 @@ static int check_coded(int variant, int32_t dtype, int32_t group, int flags, Sha
   std::vector<float> x(T * x_width), inner(T * inner_width, NAN);
   daop_prepare(variant, &form, hidden.data(), F32, T, x_width, scratch.data(), x.data());
   const Call call = {&form,      x.data(), slots, starts, pairs.data(), weights.data(), inner.data(), out.data(), 1, 1,
-                     x_width, inner_width};
+                     x_width, inner_width, F32};
   daop_run(variant, &call, nullptr, 1);
 
   const auto bias = [&](int64_t base, int64_t i) { return base < 0 ? 0 : value_at(&slot[base + i * size], form.bias_dtype); };
@@ -214,11 +220,11 @@ int main() {
   const Shape shapes[] = {{1, 1, 1}, {33, 17, 2}, {64, 32, 1}, {31, 130, 3}, {70, 9, 7}, {37, 40, 21}};
   int runs = 0;
   for (int variant = 0; daop_variant(variant); ++variant)
-    for (const int32_t dtype : {F32, F16, BF16})
+    for (const auto& [dtype, hidden] : {std::pair(F32, F32), {F16, F32}, {BF16, F32}, {BF16, BF16}})
       for (int flags = 0; flags < 256; ++flags) {
         ++runs;
-        if (check(variant, dtype, flags, shapes[flags % 6])) return 1;
-        if (flags % 5 == 0 && check(variant, dtype, flags, shapes[(flags / 5 + variant) % 6])) return 1;
+        if (check(variant, dtype, hidden, flags, shapes[flags % 6])) return 1;
+        if (flags % 5 == 0 && check(variant, dtype, hidden, flags, shapes[(flags / 5 + variant) % 6])) return 1;
       }
   const Shape coded[] = {{1, 1, 1}, {33, 17, 2}, {64, 32, 1}, {31, 130, 3}, {70, 9, 7}, {300, 40, 21}};
   const Shape blocks[] = {{32, 32, 1}, {64, 96, 2}, {96, 64, 3}, {160, 32, 21}, {2112, 32, 1}, {64, 160, 5}};

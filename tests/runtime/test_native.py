@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,35 @@ def test_odd_shapes(shape: tuple[int, int], transposed: bool, kernels: Kernels) 
     for tokens in (1, 6):
         layer = make_layer(make_form(*shape, transposed=transposed), tokens=tokens, hidden=torch.float32)
         check(layer, HostExperts(layer.layout, layer.form, layer.count, kernels=kernels))
+
+
+@pytest.mark.parametrize("name", ["plain", "no_gate_bias", "interleaved_rows", "scaled_bias", "transposed"])
+def test_hidden_states_in_bf16_lose_nothing(
+    name: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Multiplied as they are or converted before: what float64 gives, up to the rounding of float32 sums."""
+    from_17_rows_torch = "daop.runtime.host_compute.has_bf16_arithmetic"
+    monkeypatch.setattr(from_17_rows_torch, lambda: False)
+    for tokens in range(1, 20):
+        width = (1, 2, 15, 31, 32, 33, 64, 97, 130, 513, 1060)[tokens % 11]
+        form = replace(FORMS[name], hidden=width, intermediate=36 + tokens)
+        layer = make_layer(form, tokens=tokens, top_k=1, count=1, seed=tokens)
+        experts = HostExperts(layer.layout, layer.form, layer.count, kernels=kernels)
+        batch = experts.begin(layer.hidden, layer.ids, layer.weights)
+        experts.run(batch, [0], [layer.slab[0]])
+        got, wanted = experts.total(batch).double(), layer.plain()
+        torch.testing.assert_close(got, wanted, rtol=2e-6, atol=2e-6 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_hidden_states_in_bf16_that_are_not_finite(value: float, kernels: Kernels) -> None:
+    layer = make_layer(FORMS["odd"], tokens=6)
+    for at in (0, 31, 36):  # the first, the last of a whole step, the last
+        layer.hidden[at % 6, at] = value
+        out = layer.run(HostExperts(layer.layout, layer.form, layer.count, kernels=kernels))
+        spoilt = ~layer.hidden.isfinite().all(dim=1)
+        assert not out[spoilt].isfinite().any()
+        assert out[~spoilt].isfinite().all()
 
 
 def test_slots_at_any_address(kernels: Kernels) -> None:
