@@ -37,6 +37,7 @@ from daop.runtime.native import Kernels, load_kernels
 from daop.runtime.native_library import library_path
 from daop.runtime.numa import map_memory
 
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]  # hidden, ids, weights, slots
 FORMATS = ("bf16", "f16", "f32", "int8", "int4", "fp8", "mxfp4")
 
 
@@ -97,23 +98,27 @@ class Case:
     def pick(self) -> list[int]:
         return sorted(random.sample(range(len(self.slab)), self.chosen))
 
-    def read(self, experts: list[int], _: int) -> None:
+    def inputs(self, experts: list[int], tokens: int) -> Inputs:
+        ids = torch.tensor(experts).expand(tokens, -1)
+        hidden = torch.ones(tokens, self.hidden, dtype=self.dtype)
+        return hidden, ids, torch.full(ids.shape, 1 / len(experts)), [self.slab[expert] for expert in experts]
+
+    def read(self, experts: list[int], _: Inputs) -> None:
         for expert in experts:
             self.kernels.read(self.slab[expert])
 
-    def sum(self, experts: list[int], _: int) -> None:
+    def sum(self, experts: list[int], _: Inputs) -> None:
         for expert in experts:
             self.slab[expert].view(torch.float32).sum()
 
-    def daop(self, host: HostExperts, experts: list[int], tokens: int) -> torch.Tensor:
-        ids = torch.tensor(experts).expand(tokens, -1)
-        weights = torch.full(ids.shape, 1 / len(experts))
-        batch = host.begin(torch.ones(tokens, self.hidden, dtype=self.dtype), ids, weights)
-        host.run(batch, experts, [self.slab[expert] for expert in experts])
+    def daop(self, host: HostExperts, experts: list[int], inputs: Inputs) -> torch.Tensor:
+        hidden, ids, weights, slots = inputs
+        batch = host.begin(hidden, ids, weights)
+        host.run(batch, experts, slots)
         return host.finish(batch)
 
-    def eager(self, experts: list[int], tokens: int) -> torch.Tensor:
-        x = torch.ones(tokens, self.hidden, dtype=self.dtype)
+    def eager(self, experts: list[int], inputs: Inputs) -> torch.Tensor:
+        x = inputs[0]
         out = torch.zeros_like(x)
         for expert in experts:
             parts = self.eager_parts[expert % len(self.eager_parts)]
@@ -146,18 +151,19 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def measure(case: Case, tokens: int, repeats: int) -> dict[str, float]:
-    ways: dict[str, Callable[[list[int], int], object]] = {
+    ways: dict[str, Callable[[list[int], Inputs], object]] = {
         "read": case.read,
         "sum": case.sum,
-        "native": lambda experts, n: case.daop(case.native, experts, n),
-        "torch": lambda experts, n: case.daop(case.torch, experts, n),
+        "native": lambda experts, inputs: case.daop(case.native, experts, inputs),
+        "torch": lambda experts, inputs: case.daop(case.torch, experts, inputs),
         "eager": case.eager,
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):
         for name, run in ways.items():
             experts = case.pick()
-            taken = seconds(lambda run=run, experts=experts: run(experts, tokens))  # type: ignore[misc]
+            inputs = case.inputs(experts, tokens)  # what a model would hand over
+            taken = seconds(lambda run=run, e=experts, i=inputs: run(e, i))  # type: ignore[misc]
             if repeat:  # the first one warms up
                 times[name].append(taken)
     nbytes = case.chosen * case.layout.stored_bytes
