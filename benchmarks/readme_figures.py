@@ -64,7 +64,7 @@ def llama_experts(found: Any) -> Row:
     return (
         what,
         ours,
-        "ggml's speed in the same run (MXFP4: rounding activations, daop does not)",
+        "ggml's speed in the same run (MXFP4: activations rounded to 8 bits, daop's to 22)",
         ("`llama_cpp_experts.py`"),
     )
 
@@ -95,7 +95,7 @@ def gpt_oss(found: Any) -> Row:
     what = "simulated: gpt-oss-20b's routing on four consumer GPUs, ECR 0.125 to 0.375, geometric mean"
     return (
         what,
-        f"`adaptive` {found['geomean_to_best_static']:.2f} x the best static placement",
+        f"`adaptive` on `visits` {found['geomean_to_best_static']:.2f} x the best static placement",
         f"{found['geomean_to_balanced']:.2f} x `balanced`; `docs/policies.md` says what bounds it",
         "`compare_gpt_oss.py`",
     )
@@ -130,7 +130,7 @@ SOURCES: tuple[tuple[str, Callable[[Any], Row]], ...] = (
     ("llama_cpp_experts.txt", llama_experts),
     ("disk_share.txt", disk),
     ("measured_host.json", measured),
-    ("compare_gpt_oss.txt", gpt_oss),
+    ("compare_gpt_oss_visits.txt", gpt_oss),
     ("agreement.txt", agreement),
     ("timeline_cost.txt", recorder),
 )
