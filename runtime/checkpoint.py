@@ -117,11 +117,11 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     A folder of that name wins over the hub.
     """
     folder = model_folder(model)
+    pack = read_pack(folder)  # first, since a packed folder that is unfinished has no config.json yet
     if not (folder / "config.json").exists():
         raise DaopError(
             f"{folder} holds no config.json: give a model's folder, or fetch the model again if it is one"
         )
-    pack = read_pack(folder)
     config = read_json(folder / "config.json")
     stored = find_format(folder / "config.json", config) if pack is None else pack.rest_format(folder)
     index = read_index(folder)

@@ -29,6 +29,7 @@ def in_terminal(*arguments: object, interrupt_at: bytes = b"") -> tuple[int, byt
     """Exit code and output of daop in a terminal of 80 x 30; Ctrl-C once the output holds something."""
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a suite that runs in the background ignores it
         os.environ["TERM"] = "xterm"
         os.environ["PYTHONPATH"] = str(DEMO.parents[2])
         os.execv(sys.executable, [sys.executable, "-m", "daop", *map(str, arguments)])
