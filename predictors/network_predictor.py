@@ -1,4 +1,4 @@
-"""What ``mlp`` and ``mlp_reuse`` share: fitting, storing and restoring the network of ``network.py``."""
+"""What ``mlp``, ``mlp_reuse`` and ``visits`` share: fitting, storing and restoring their network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,27 @@ class NetworkPredictor(Predictor):
 
     memo_key: ClassVar[str]
     sight: ClassVar[Sight] = PLAIN
-    width: int
+
+    def __init__(
+        self,
+        *,
+        width: int = 128,
+        epochs: int = 4,
+        batch: int = 256,
+        learning_rate: float = 0.003,
+        weight_decay: float = 0.05,
+        dropout: float = 0.1,
+        max_tokens: int = 100_000,
+        seed: int = 0,
+    ) -> None:
+        self.width = width
+        self.epochs = epochs
+        self.batch = batch
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.dropout = dropout
+        self.max_tokens = max_tokens
+        self.seed = seed
 
     @abstractmethod
     def task(self) -> Task:

@@ -31,27 +31,6 @@ class Visits(NetworkPredictor, NextLayer):
     leads = tuple(range(1, AHEAD + 1))  # layers ahead of which the first heads tell
     turn, later = TURN, LATER  # the heads about the layer itself: its next visit, and those after it
 
-    def __init__(
-        self,
-        *,
-        width: int = 128,
-        epochs: int = 4,
-        batch: int = 256,
-        learning_rate: float = 0.003,
-        weight_decay: float = 0.05,
-        dropout: float = 0.1,
-        max_tokens: int = 100_000,
-        seed: int = 0,
-    ) -> None:
-        self.width = width
-        self.epochs = epochs
-        self.batch = batch
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.dropout = dropout
-        self.max_tokens = max_tokens
-        self.seed = seed
-
     @property
     def forecasts(self) -> int:
         return FORECASTS
